@@ -1,0 +1,299 @@
+"""Recipe -> components. The only place where configuration and code meet; what a user can get wrong is checked before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from dflash_train import assets, ranks
+from dflash_train.checkpoint import checkpoints, read_state
+from dflash_train.config.load import load_recipe, require
+from dflash_train.config.schema import Attention, Recipe
+from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
+from dflash_train.data.mask_token import check_mask_absent, check_mask_token
+from dflash_train.data.read import read_conversations
+from dflash_train.data.stream import RowStream, StreamConfig
+from dflash_train.drafter.model import Drafter, initialise
+from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
+from dflash_train.evaluate import Prompt
+from dflash_train.export import load_drafter_folder, read_record, tensor_faults
+from dflash_train.method import DraftStep
+from dflash_train.objective.loss import decay, default_gamma, transform_logits
+from dflash_train.target.hf import HFTarget, resolve_dtype
+from dflash_train.target.info import read_target_info
+from dflash_train.types import TargetInfo, TokenizedExample
+
+
+@dataclass(kw_only=True)
+class Outline:
+    """A run as far as it is known without any weights."""
+
+    recipe: Recipe
+    target_path: str
+    info: TargetInfo
+    tokenizer: Any
+    spec: DrafterSpec
+    gamma: float
+
+    @property
+    def decay_S(self) -> np.ndarray:
+        return np.array(decay(self.spec.block_size, self.gamma))
+
+
+def say(text: str) -> None:
+    """One line for the user, from rank 0."""
+    if ranks.is_rank0():
+        print(text, flush=True)
+
+
+def outline(recipe: Recipe) -> Outline:
+    """Resolve the drafter against the target's config and tokenizer. Raises ValueError for contradictions."""
+    require(recipe, "target.path")
+    path = assets.resolve(recipe.target.path, "target")
+    info = read_target_info(path, recipe.target.revision, recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(path, recipe.target.revision, recipe.target.trust_remote_code, recipe.data.chat_template)
+    note = check_mask_token(recipe.drafter.mask_token_id, tokenizer, info)
+    if note:
+        say(note)
+    spec = resolve_spec(recipe.drafter, info)
+    k = spec.selector_top_k
+    if spec.selector_rank and spec.hidden_size < k * (k + 1):
+        say(
+            f"note: llama.cpp needs hidden size >= top_k (top_k + 1) = {k * (k + 1)}, this target has {spec.hidden_size}; a smaller drafter.selector_top_k would load there"
+        )
+    gamma = recipe.objective.loss_decay_gamma or default_gamma(spec.block_size)
+    return Outline(recipe=recipe, target_path=path, info=info, tokenizer=tokenizer, spec=spec, gamma=gamma)
+
+
+def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None = None) -> list[TokenizedExample]:
+    """Rows of data files as token ids with masks; prints what was kept and dropped, refuses too large a loss."""
+    data = o.recipe.data
+    conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
+    examples = tokenize_all(
+        conversations,
+        o.tokenizer,
+        chat_template_kwargs=data.chat_template_kwargs,
+        reasoning_rows=data.reasoning_rows,
+        max_length=data.max_length,
+        drop_truncated=data.drop_truncated,
+        kept=kept,
+    )
+    say(f"{what}: {kept.table()}")
+    kept.check(data.max_dropped)
+    return examples
+
+
+def heldout_prompts(o: Outline) -> list[Prompt]:
+    """Held-out prompts as serving would build them, at most evaluate.max_prompts per domain."""
+    conversations, kept = read_conversations(
+        [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
+    )
+    kept.check(o.recipe.data.max_dropped)
+    prompts: list[Prompt] = []
+    taken: dict[str, int] = {}
+    for c in conversations:
+        most = o.recipe.evaluate.max_prompts
+        if most is not None and taken.get(c.domain, 0) >= most:
+            continue
+        ids = c.prompt_ids
+        if ids is None:
+            messages = c.messages[:-1] if c.messages[-1]["role"] == "assistant" else c.messages
+            kwargs = {**o.recipe.data.chat_template_kwargs, **c.chat_template_kwargs}
+            ids = prompt_ids(messages, o.tokenizer, tools=c.tools, kwargs=kwargs)
+        taken[c.domain] = taken.get(c.domain, 0) + 1
+        prompts.append(Prompt(id=c.id, domain=c.domain, token_ids=list(ids)))
+    return prompts
+
+
+def build_stream(o: Outline) -> RowStream:
+    """The training rows. Raises ValueError for unusable data and for a mask token that occurs in it."""
+    require(o.recipe, "data.train")
+    examples = read_examples(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
+    spec, train = o.spec, o.recipe.train
+    token = (
+        o.tokenizer.convert_ids_to_tokens(spec.mask_token_id) if spec.mask_token_id < len(o.tokenizer) else "no token"
+    )
+    check_mask_absent(spec.mask_token_id, examples, token)
+    return RowStream(
+        examples,
+        StreamConfig(
+            row_length=o.recipe.data.max_length,
+            num_anchors=train.num_anchors,
+            decay_S=o.decay_S,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            seed=train.seed,
+            pack=o.recipe.data.pack,
+        ),
+    )
+
+
+def build_step(o: Outline, device: torch.device) -> DraftStep:
+    """Target, freshly initialised drafter and objective on a device; the target's head is checked against its own logits."""
+    spec, engine = o.spec, o.recipe.engine
+    target = HFTarget.load(o.recipe.target, o.target_path, spec.target_layer_ids, device)
+    target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
+    drafter = Drafter(spec)
+    initialise(drafter, o.recipe.train.seed)
+    flex = engine.attention is Attention.flex or (engine.attention is Attention.auto and device.type == "cuda")
+    if flex and device.type != "cuda":
+        raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
+    drafter.to(device)
+    if engine.compile:
+        for layer in drafter.layers:
+            layer.compile()
+    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=resolve_dtype(engine.precision, device))
+
+
+def describe(o: Outline) -> str:
+    """The drafter and its objective, for the start of a log."""
+    s = o.spec
+    size = sum(int(np.prod(shape)) for shape in tensor_shapes(s).values())
+    chosen = "" if o.recipe.drafter.target_layer_ids else " (default)"
+    gamma = "" if o.recipe.objective.loss_decay_gamma else f" (default for block size {s.block_size})"
+    return (
+        f"drafter: {size / 1e6:.1f} M parameters, {s.num_hidden_layers} layers, block size {s.block_size}, mask token {s.mask_token_id}, "
+        f"window {s.sliding_window or 'none'}\ntarget_layer_ids: {list(s.target_layer_ids)}{chosen} of {s.num_target_layers} layers, outputs captured\n"
+        f"objective: gamma {o.gamma:g}{gamma}, selector weight {o.recipe.objective.selector_loss_weight:g}"
+    )
+
+
+def data_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
+    """What, besides the drafter, must stay the same for a resume to give the same numbers."""
+    train = o.recipe.train
+    return {
+        "target": o.info.path,
+        "target_revision": o.info.revision,
+        "template_hash": template_hash(o.tokenizer, o.recipe.data.chat_template_kwargs),
+        "rows": len(stream.examples),
+        "tokens": stream.tokens_per_epoch,
+        "row_length": o.recipe.data.max_length,
+        "global_batch_size": train.global_batch_size,
+        "num_anchors": train.num_anchors,
+        "seed": train.seed,
+    }
+
+
+# --- a finished or running run, opened again ----------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class OpenedRun:
+    """A drafter with its target, ready to be evaluated or exported. source: the folder its weights came from."""
+
+    recipe: Recipe
+    outline: Outline
+    step: DraftStep
+    source: Path
+    trained_steps: int | None
+
+    @property
+    def stop_ids(self) -> set[int]:
+        return stop_ids(self.outline, self.step.target)
+
+    def heldout_prompts(self) -> list[Prompt]:
+        require(self.recipe, "data.heldout")
+        return heldout_prompts(self.outline)
+
+    def heldout_examples(self) -> list[TokenizedExample]:
+        return heldout_examples(self.outline)
+
+
+def heldout_examples(o: Outline) -> list[TokenizedExample]:
+    """Held-out rows that carry an answer, at most evaluate.max_prompts per domain; none where the file has prompts only."""
+    conversations, _ = read_conversations(
+        [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
+    )
+    if not any(c.response_ids or (c.messages and c.messages[-1]["role"] == "assistant") for c in conversations):
+        return []
+    examples = read_examples(o, o.recipe.data.heldout, what="heldout")
+    most = o.recipe.evaluate.max_prompts
+    kept: list[TokenizedExample] = []
+    taken: dict[str, int] = {}
+    for e in examples:
+        taken[e.domain] = taken.get(e.domain, 0) + 1
+        if most is None or taken[e.domain] <= most:
+            kept.append(e)
+    return kept
+
+
+def stop_ids(o: Outline, target: HFTarget) -> set[int]:
+    """Tokens that end an answer: generation_config's, else the config's and the tokenizer's."""
+    eos = getattr(target.model.generation_config, "eos_token_id", None)
+    listed = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return set(listed) or {
+        *o.info.eos_token_ids,
+        *([o.tokenizer.eos_token_id] if o.tokenizer.eos_token_id is not None else []),
+    }
+
+
+def locate(source: str) -> tuple[Path, str | None]:
+    """(folder with weights, recipe or None) for a run, one of its checkpoints, or an export."""
+    path = Path(source)
+    if not path.is_dir():
+        raise ValueError(f"{source}: no such folder; give a run, one of its checkpoints or an export")
+    if (path / "state.json").exists():
+        return path, str(path.parent.parent / "config.yaml")
+    if (path / "config.yaml").exists():
+        found = checkpoints(path / "checkpoints")
+        if not found:
+            raise ValueError(f"{source}: a run without a finished checkpoint; train it first, or give an export")
+        return found[-1], str(path / "config.yaml")
+    if (path / "config.json").exists():
+        beside = path.parent / "config.yaml"
+        return path, str(beside) if beside.exists() else None
+    raise ValueError(
+        f"{source}: neither a run (config.yaml), nor a checkpoint (state.json), nor an export (config.json)"
+    )
+
+
+SOURCE_HELP = "run folder (its newest checkpoint), checkpoint, or export"
+
+
+def open_drafter(
+    source: str, config: str | None, overrides: list[str]
+) -> tuple[Outline, dict[str, torch.Tensor], Path, int | None]:
+    """(outline, fp32 tensors, folder, training step) of a run, checkpoint or export. The target's weights are not read.
+
+    The settings are those of the run's own recipe, or of `config`, changed by the overrides.
+    """
+    folder, own = locate(source)
+    if config is None and own is None:
+        raise ValueError(f"{source}: no recipe beside it; name one with -c")
+    recipe = load_recipe(config or own, overrides)
+    if (folder / "state.json").exists():
+        o, step = outline(recipe), read_state(folder).step
+        state = load_file(folder / "model.safetensors")
+    else:
+        spec, state, _ = load_drafter_folder(folder)
+        step = read_record(folder).get("provenance", {}).get("step")
+        recipe.drafter.mask_token_id = spec.mask_token_id
+        o = outline(recipe)
+        o.spec = spec
+        if (spec.hidden_size, spec.vocab_size, spec.num_target_layers) != (
+            o.info.hidden_size,
+            o.info.vocab_size,
+            o.info.num_layers,
+        ):
+            raise ValueError(
+                f"{source} was made for a target with hidden size {spec.hidden_size}, vocabulary {spec.vocab_size} and {spec.num_target_layers} layers; "
+                f"{o.info.path} has {o.info.hidden_size}, {o.info.vocab_size} and {o.info.num_layers}"
+            )
+    faults = tensor_faults({name: tuple(t.shape) for name, t in state.items()}, o.spec)
+    if faults:
+        raise ValueError(f"{folder}: its weights do not fit the recipe's drafter: " + "; ".join(faults[:4]))
+    return o, {k: v.float() for k, v in state.items()}, folder, step
+
+
+def open_source(source: str, config: str | None, overrides: list[str]) -> OpenedRun:
+    """A run, checkpoint or export with the target of its recipe (or of `config`), ready for evaluation."""
+    o, state, folder, step = open_drafter(source, config, overrides)
+    module = build_step(o, ranks.start(o.recipe.engine.timeout_minutes))
+    module.drafter.load_state_dict(state)
+    module.eval()
+    return OpenedRun(recipe=o.recipe, outline=o, step=module, source=folder, trained_steps=step)

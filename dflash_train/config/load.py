@@ -1,0 +1,297 @@
+"""YAML recipes and command lines -> one typed `Recipe`. Hydra and OmegaConf stop here.
+
+A recipe is composed by Hydra (its `defaults:` list may name groups in `configs/`), then merged once into the schema.
+`key=value` on the command line changes single knobs, `group=name` picks another file of `configs/group/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import enum
+import os
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_train.config.schema import Recipe
+from dflash_train.config.validate import validate
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def _shipped(name: str) -> Path:
+    """`recipes/` and `configs/`: beside the package in a checkout, inside it in an installed wheel."""
+    for folder in (PACKAGE.parent / name, PACKAGE / "_shipped" / name):
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"{name}/ is neither beside nor inside the package at {PACKAGE}: reinstall dflash-train")
+
+
+def find_recipe(name: str) -> Path:
+    """A path, or a name in `recipes/` with or without .yaml. Raises ValueError with the nearest names."""
+    shipped = _shipped("recipes")
+    for path in (Path(name), shipped / name, shipped / f"{name}.yaml"):
+        if path.is_file():
+            return path.resolve()
+        if path.is_dir() and (path / "config.yaml").is_file():
+            return (path / "config.yaml").resolve()
+    known = sorted(p.name for p in shipped.glob("*.yaml"))
+    raise ValueError(f"-c {name}: no such file, and recipes/ has only {', '.join(known)}{_nearest(name, known)}")
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def knobs(cls: type = Recipe, prefix: str = "") -> list[tuple[str, dataclasses.Field, type]]:
+    """(dotted name, field, type) of every leaf knob, in the order of the schema."""
+    found = []
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind = hints[f.name]
+        if dataclasses.is_dataclass(kind):
+            found += knobs(kind, f"{prefix}{f.name}.")
+        else:
+            found.append((prefix + f.name, f, kind))
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """A type as users write it: `int | null`, `auto | dense | flex`, `list of str`."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " | ".join(member.value for member in kind)
+    if isinstance(kind, types.UnionType):
+        return " | ".join("null" if k is type(None) else type_name(k) for k in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return f"list of {type_name(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is dict:
+        return "mapping"
+    return kind.__name__
+
+
+def default_text(f: dataclasses.Field) -> str:
+    """The default as YAML writes it; `required` where there is none."""
+    value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+    if value == MISSING:
+        return "required"
+    if isinstance(value, enum.Enum):
+        return value.value
+    return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
+
+
+def _check_keys(node: DictConfig, cls: type, where: str, prefix: str = "") -> None:
+    hints = typing.get_type_hints(cls)
+    everywhere = [name for name, _, _ in knobs()]
+    for key in node:
+        name = f"{prefix}{key}"
+        if str(key) not in hints:
+            near = _nearest(str(key), list(hints))
+            if not near:
+                same_leaf = [n for n in everywhere if n.split(".")[-1] == str(key)]
+                near = f"; did you mean {same_leaf[0]!r}?" if same_leaf else _nearest(name, everywhere)
+            section = f"section {prefix[:-1]!r}" if prefix else "the top level"
+            raise ValueError(f"{where}: unknown key {name!r} in {section}{near or '; known: ' + ', '.join(hints)}")
+        if dataclasses.is_dataclass(hints[str(key)]):
+            child = OmegaConf.select(node, str(key))
+            if child is None:
+                continue
+            if not isinstance(child, DictConfig):
+                raise ValueError(f"{where}: {name} is a section, not a value; give its keys, such as {name}.key=value")
+            _check_keys(child, hints[str(key)], where, f"{name}.")
+
+
+def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
+    groups = {p.name for p in _shipped("configs").iterdir() if p.is_dir()}
+    for text in overrides:
+        if "=" not in text:
+            raise ValueError(f"command line: {text!r} is not key=value")
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ValueError(f"command line: {error}") from error
+    chosen, values = [], []
+    for text, override in zip(overrides, parsed, strict=True):
+        key = override.key_or_group
+        value = override.value()
+        is_choice = key in groups and isinstance(value, str)
+        if is_choice:
+            options = sorted(p.stem for p in (_shipped("configs") / key).glob("*.yaml"))
+            if value not in options:
+                raise ValueError(
+                    f"command line: {key}={value}: configs/{key}/ has {', '.join(options)}{_nearest(value, options)}"
+                )
+            chosen.append(f"{key}={value}")
+        else:
+            values.append(text if text.startswith(("+", "~")) else f"++{text}")
+    return chosen, values
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """Compose, merge, convert and validate a recipe.
+
+    name: path of a YAML file, or a name in `recipes/`; overrides: `key=value` strings.
+    Raises ValueError that names file and key, the rule and the nearest known key.
+    """
+    path = find_recipe(name)
+    chosen, values = _split_overrides(overrides or [])
+    try:
+        listed = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(listed, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of sections, this is a {type(listed).__name__}")
+    in_defaults = {
+        str(k).lstrip("/").removeprefix("override ")
+        for d in listed.get("defaults") or []
+        if isinstance(d, dict)
+        for k in d
+    }
+    chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(path.parent), version_base="1.3"):
+            composed = compose(path.stem, [f"hydra.searchpath=[file://{_shipped('configs')}]", *chosen, *values])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: {str(error).strip()}") from error
+    return _seal(composed, str(path))
+
+
+def _seal(composed: DictConfig, where: str) -> Recipe:
+    _check_keys(composed, Recipe, where)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), _floats(composed))
+        OmegaConf.resolve(merged)
+        recipe = _to_dataclass(merged, Recipe)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}: {_explain(error)}") from error
+    validate(recipe, where)
+    return recipe
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    key = error.full_key or ""
+    leaf = {name: (f, kind) for name, f, kind in knobs()}.get(str(key))
+    text = str(error).splitlines()[0]
+    return f"{key}: {text}" + (f" (expected {type_name(leaf[1])})" if leaf else "")
+
+
+def _floats(node: DictConfig) -> DictConfig:
+    """YAML 1.1 reads `6e-4` as a string: turn such strings into numbers where the schema wants a float."""
+    node = node.copy()
+    for name, _, kind in knobs():
+        if float in (kind, *typing.get_args(kind)):
+            value = OmegaConf.select(node, name)
+            if isinstance(value, str):
+                try:
+                    OmegaConf.update(node, name, float(value))
+                except ValueError:
+                    pass  # the merge below says what is wrong with it
+    return node
+
+
+def _to_dataclass(node: DictConfig, cls: type) -> Any:
+    """Typed object with missing values kept as MISSING, so that a command can ask only for what it needs."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for f in dataclasses.fields(cls):
+        if OmegaConf.is_missing(node, f.name):
+            values[f.name] = MISSING
+        elif dataclasses.is_dataclass(hints[f.name]):
+            values[f.name] = _to_dataclass(node[f.name], hints[f.name])
+        else:
+            value = node[f.name]
+            values[f.name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return cls(**values)
+
+
+def require(recipe: Recipe, *names: str) -> None:
+    """Raise ValueError for the first of the dotted names that has no value."""
+    for name in names:
+        value: Any = recipe
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value == MISSING or value == []:
+            text = next(f.metadata["help"] for n, f, _ in knobs() if n == name)
+            raise ValueError(f"{name} has no value; set it in the recipe or as {name}=... on the command line. {text}")
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `-c` accepts again."""
+    node = OmegaConf.structured(recipe)
+    return OmegaConf.to_yaml(node)
+
+
+def help_text() -> str:
+    """Every knob with type, default and meaning, section by section; made from the schema alone."""
+    lines, section = [], None
+    for name, f, kind in knobs():
+        head = name.rsplit(".", 1)[0] if "." in name else "(top level)"
+        if head != section:
+            section = head
+            lines.append(f"\n{section}")
+        lines.append(f"  {name}  [{type_name(kind)}; {default_text(f)}]\n      {f.metadata['help']}")
+    return "\n".join(lines)
+
+
+def parser(prog: str, description: str, *, source: str | None = None) -> argparse.ArgumentParser:
+    """The small argparse shared by every command: [SOURCE] -c RECIPE [key=value ...].
+
+    source: what the command works on, where it does not only read a recipe; the recipe is then optional.
+    """
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="Knobs (key=value):\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if source:
+        made.add_argument("source", metavar="RUN_OR_EXPORT", help=source)
+    made.add_argument(
+        "-c", "--config", metavar="RECIPE", required=source is None, help="YAML file, run folder, or a name in recipes/"
+    )
+    made.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes single knobs; group=name picks configs/group/name.yaml",
+    )
+    return made
+
+
+def parse(commands: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The arguments; without any, explain the command and exit 2."""
+    if not argv:
+        commands.print_help(sys.stderr)
+        raise SystemExit(2)
+    return commands.parse_intermixed_args(argv)
+
+
+def parse_command(argv: list[str], *, prog: str, description: str) -> Recipe:
+    """The recipe of `-c RECIPE [key=value ...]`."""
+    args = parse(parser(prog, description), argv)
+    return load_recipe(args.config, args.overrides)
+
+
+def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
+    """Run a command's main: a user's mistake is one line on stderr and exit code 2, not a traceback."""
+    try:
+        code = main(sys.argv[1:])
+    except ValueError as error:
+        if os.environ.get("DFLASH_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise SystemExit(code or 0)

@@ -1,0 +1,305 @@
+"""Every knob: its type, its default and what it means. No torch, no I/O; the one place where a default exists.
+
+A recipe is one `Recipe`. `load.py` merges YAML and command line into it once; afterwards it is never changed. The text
+given to `knob` is what `--help` and `docs/configuration.md` print. `identity=True` marks what defines *which* drafter this
+is: those fields are saved with every checkpoint and compared on resume.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def knob(default: Any, text: str, *, identity: bool = False) -> Any:
+    """A documented dataclass field. `default` may be a list or dict (copied per instance)."""
+    meta = {"help": " ".join(text.split()), "identity": identity}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+class Precision(enum.Enum):
+    """Number format of weights and matrix products."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Attention(enum.Enum):
+    """How the drafter's block attention is computed; both give the same numbers."""
+
+    auto = "auto"
+    dense = "dense"
+    flex = "flex"
+
+
+class Denominator(enum.Enum):
+    """What the selector term is divided by."""
+
+    supervised = "supervised"
+    covered = "covered"
+
+
+class EngineKind(enum.Enum):
+    """How ranks share the work."""
+
+    auto = "auto"
+    single = "single"
+    ddp = "ddp"
+
+
+class ReasoningRows(enum.Enum):
+    """What becomes of a multi-turn conversation whose template is not prefix-preserving."""
+
+    per_turn = "per_turn"
+    whole = "whole"
+
+
+class WandbMode(enum.Enum):
+    """Weights & Biases: `auto` is on when a project is set and the user is logged in."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """The frozen model that will be served."""
+
+    path: str = knob(
+        MISSING, "Hub id or local folder of the frozen target; `embedded` is the tiny chat model in the package."
+    )
+    revision: str | None = knob(None, "Hub revision (branch, tag or commit) to pin.")
+    precision: Precision = knob(
+        Precision.auto,
+        "Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve.",
+    )
+    attn_implementation: str = knob("sdpa", "Attention kernel of the target, as transformers names it.")
+    trust_remote_code: bool = knob(False, "Run Python code that comes with the target. Off unless you read that code.")
+
+
+@dataclass(kw_only=True)
+class RegenerateConfig:
+    """Replacing every answer by what the frozen target says."""
+
+    prompts: str = knob(
+        MISSING,
+        "JSONL (plain, .gz or .zst) of conversations; their assistant turns are replaced. `embedded` is the demo's prompt set.",
+    )
+    output: str = knob(MISSING, "JSONL file to append to; a restart continues it.")
+    limit: int | None = knob(None, "Only the first N prompts.")
+    max_new_tokens: int = knob(
+        2048, "Generated tokens per turn at most; a turn that reaches it is marked finish_reason: length."
+    )
+    max_length: int = knob(
+        4096, "Prompt plus answer at most, in tokens; a conversation whose prompt leaves no room is counted as failed."
+    )
+    temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.")
+    top_p: float = knob(1.0, "Nucleus sampling mass.")
+    top_k: int = knob(0, "Sample among the k most likely tokens; 0 is all.")
+    batch_size: int = knob(64, "Conversations generated together, after sorting by length.")
+    seed: int = knob(0, "Seed of sampling; each row draws from (seed, row id, turn).")
+    chat_template_kwargs: dict[str, Any] = knob(
+        {},
+        "Passed to the chat template, such as enable_thinking; recorded with each row, where they win over data.chat_template_kwargs.",
+    )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What is trained on, and how it becomes rows of tokens."""
+
+    train: list[str] = knob(
+        [], "JSONL files (plain, .gz, .zst) with `messages`, or with `prompt_ids` and `response_ids`."
+    )
+    heldout: list[str] = knob(
+        [], "Held-out files of the same form, never trained on; answers may be missing. `embedded` is the demo's set."
+    )
+    max_length: int = knob(3072, "Tokens per packed row; longer conversations are cut there and counted.")
+    pack: bool = knob(True, "Several whole conversations per row, without attention across them.")
+    chat_template: str | None = knob(None, "Path of a Jinja chat template that replaces the tokenizer's own.")
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "Passed to the chat template; a row's own chat_template_kwargs win."
+    )
+    reasoning_rows: ReasoningRows = knob(
+        ReasoningRows.per_turn,
+        "Template that strips earlier reasoning: per_turn gives one row per assistant turn, as serving would build it; whole keeps one row and supervises what is rendered.",
+    )
+    drop_truncated: bool = knob(
+        False,
+        "Leave out rows with finish_reason: length. Kept rows end where they were cut, without a supervised turn end.",
+    )
+    max_dropped: float = knob(
+        0.1, "Stop when more than this share of the rows (or of the prompts to regenerate) cannot be used."
+    )
+    limit: int | None = knob(None, "Only the first N rows of `train`.")
+
+
+@dataclass(kw_only=True)
+class DrafterConfig:
+    """What the drafter is. Everything here goes into its config.json."""
+
+    block_size: int = knob(16, "K: one anchor and K-1 drafted slots.", identity=True)
+    mask_token_id: int | None = knob(
+        None,
+        "Required. A reserved, unused token id that fills the drafted slots, in training as in serving. Never pad, eos or bos.",
+        identity=True,
+    )
+    target_layer_ids: list[int] | None = knob(
+        None,
+        "0-based decoder layers whose outputs are captured, ascending, never the last. Null: spread evenly from the 2nd to the 3rd-last, one per draft layer.",
+        identity=True,
+    )
+    num_hidden_layers: int = knob(5, "Draft layers.", identity=True)
+    num_attention_heads: int | None = knob(None, "Query heads; null: the target's.", identity=True)
+    num_key_value_heads: int | None = knob(None, "Key/value heads; null: the target's.", identity=True)
+    head_dim: int | None = knob(None, "Width of a head; null: the target's.", identity=True)
+    intermediate_size: int | None = knob(None, "Width of the MLP; null: the target's.", identity=True)
+    sliding_window: int | None = knob(
+        None,
+        "W: a query at position q sees context k with q-k < W. Null: full attention. At least block_size.",
+        identity=True,
+    )
+    layer_types: list[str] | None = knob(
+        None,
+        "sliding_attention or full_attention per layer; null: all of one kind, sliding if sliding_window is set.",
+        identity=True,
+    )
+    is_causal: bool = knob(False, "Causal attention inside the block. False for DFlash and DFlash 2.", identity=True)
+    conv_kernel_size: int = knob(2, "Taps of the in-block convolution; 0 leaves it out (DFlash v1).", identity=True)
+    conv_group_size: int = knob(16, "Channels that share one dynamic tap; divides the hidden size.", identity=True)
+    selector_rank: int = knob(
+        256, "Rank of the selector's codebooks; 0 leaves the selector out (DFlash v1).", identity=True
+    )
+    selector_top_k: int = knob(16, "Candidates per slot; a power of two.", identity=True)
+    rope_theta: float | None = knob(None, "RoPE base; null: the target's.", identity=True)
+    output_multiplier: float | None = knob(
+        None, "Factor on the logits before the soft-cap; null: the target's, 1 for most.", identity=True
+    )
+    final_logit_softcapping: float | None = knob(
+        None, "Soft-cap of the logits; null: the target's, none for most.", identity=True
+    )
+    input_embedding_scale: float | None = knob(
+        None, "Factor on the token embeddings; null: the target's, 1 for most.", identity=True
+    )
+
+
+@dataclass(kw_only=True)
+class ObjectiveConfig:
+    """loss = base + selector_loss_weight x selector, each divided by its own global denominator."""
+
+    loss_decay_gamma: float | None = knob(
+        None, "gamma of w_k = exp(-(k-1)/gamma). Null: 4, 5, 7 for block sizes 8, 10, 16 and interpolated between."
+    )
+    selector_loss_weight: float = knob(1.0, "Weight of the selector's cross-entropy.")
+    selector_denominator: Denominator = knob(
+        Denominator.supervised,
+        "supervised: all supervised decay weight, exact under any split of a step. covered: only slots whose token is among the candidates (NeMo's), known after the forward, so exact in one micro-batch only.",
+    )
+    chunk_rows: int = knob(1024, "Slots whose logits exist at the same time; the result does not depend on it.")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW over fp32 master weights, linear warm-up, cosine decay."""
+
+    lr: float = knob(6e-4, "Peak learning rate.")
+    beta1: float = knob(0.9, "AdamW's first-moment decay.")
+    beta2: float = knob(0.95, "AdamW's second-moment decay.")
+    eps: float = knob(1e-8, "AdamW's epsilon.")
+    weight_decay: float = knob(0.0, "Decoupled weight decay on matrices; norms, taps and codebooks have none.")
+    warmup_ratio: float = knob(0.04, "Share of all steps with a linearly rising rate.")
+    min_lr_ratio: float = knob(0.1, "Floor of the cosine, as a share of lr.")
+    max_grad_norm: float = knob(1.0, "Gradient-norm clip; 0 switches clipping off.")
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """Processes and numbers."""
+
+    kind: EngineKind = knob(EngineKind.auto, "auto: ddp under torchrun with more than one process, else single.")
+    precision: Precision = knob(
+        Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
+    )
+    attention: Attention = knob(Attention.auto, "auto: flex on CUDA, dense elsewhere.")
+    compile: bool = knob(False, "torch.compile the draft layers.")
+    timeout_minutes: float = knob(30.0, "A collective that waits longer ends the job.")
+    threads: int | None = knob(None, "CPU threads per process; null: torch's choice.")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The loop."""
+
+    num_epochs: float = knob(6.0, "Passes over the training rows.")
+    max_steps: int | None = knob(None, "Optimizer steps; overrides num_epochs.")
+    global_batch_size: int = knob(8, "Packed rows per optimizer step, over all ranks and micro-batches.")
+    micro_batch_size: int = knob(1, "Packed rows per forward on one rank.")
+    num_anchors: int = knob(512, "Blocks per packed row, shared over its conversations by their legal anchors.")
+    seed: int = knob(0, "Seed of initialisation, row order and anchors.")
+    log_every_steps: int = knob(10, "Steps per logged metric window.")
+    eval_every_steps: int | None = knob(None, "Steps between held-out evaluations; null: only at the end.")
+    checkpoint_every_steps: int | None = knob(None, "Steps between checkpoints; null: only at the end.")
+    keep_checkpoints: int = knob(2, "Newest checkpoints kept.")
+    resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """Held-out acceptance."""
+
+    decode: bool = knob(True, "Real speculative decoding with the frozen target, besides the teacher-forced metrics.")
+    max_prompts: int | None = knob(None, "Held-out prompts per domain; null: all.")
+    max_new_tokens: int = knob(256, "Decoded tokens per prompt at most.")
+    near_tie: float = knob(
+        1e-4,
+        "A first differing token whose two best target logits lie closer than this counts as a tie, not as a loss.",
+    )
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """The folder that engines load."""
+
+    output: str | None = knob(None, "Folder of the export; null: <output_dir>/export.")
+    precision: Precision = knob(Precision.bfloat16, "Weights of the export; float32 keeps the masters.")
+    license: str = knob("apache-2.0", "Licence named on the model card.")
+
+
+@dataclass(kw_only=True)
+class TrackConfig:
+    """Where metrics go. metrics.jsonl is always written."""
+
+    wandb: WandbMode = knob(WandbMode.auto, "auto: on when wandb_project is set and you are logged in.")
+    wandb_project: str | None = knob(None, "W&B project.")
+    wandb_name: str | None = knob(None, "W&B run name; null: the output folder's name.")
+    progress: bool = knob(True, "Progress bar on rank 0.")
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """One run: everything from prompts to an exported drafter."""
+
+    output_dir: str = knob(MISSING, "Folder of the run: config, metrics, checkpoints, export.")
+    target: TargetConfig = field(default_factory=TargetConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    provenance: dict[str, Any] = knob(
+        {}, "Written with the run (versions, git state, command line); ignored when read back."
+    )

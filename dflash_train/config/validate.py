@@ -1,0 +1,135 @@
+"""Contradictions inside a recipe, found before any model is loaded."""
+
+from __future__ import annotations
+
+from dflash_train.config.schema import Precision, Recipe
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def validate(recipe: Recipe, where: str) -> None:
+    """Raise ValueError naming the knob, its value, the rule and the remedy."""
+
+    def need(ok: bool, name: str, value: object, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {name} = {value}: {rule}")
+
+    d, o, t, p = recipe.drafter, recipe.objective, recipe.train, recipe.optimizer
+    for name, value in [
+        ("train.global_batch_size", t.global_batch_size), ("train.micro_batch_size", t.micro_batch_size),
+        ("train.num_anchors", t.num_anchors), ("train.log_every_steps", t.log_every_steps),
+        ("train.keep_checkpoints", t.keep_checkpoints), ("data.max_length", recipe.data.max_length),
+        ("drafter.num_hidden_layers", d.num_hidden_layers), ("objective.chunk_rows", o.chunk_rows),
+        ("regenerate.batch_size", recipe.regenerate.batch_size), ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
+        ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+    ]:  # fmt: skip
+        need(value >= 1, name, value, "must be at least 1")
+    for name, value in [
+        ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit),
+        ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
+        ("regenerate.limit", recipe.regenerate.limit), ("engine.threads", recipe.engine.threads),
+    ]:  # fmt: skip
+        need(value is None or value >= 1, name, value, "must be null or at least 1")
+    for name, value in [
+        ("optimizer.lr", p.lr), ("train.num_epochs", t.num_epochs), ("optimizer.eps", p.eps),
+        ("engine.timeout_minutes", recipe.engine.timeout_minutes),
+    ]:  # fmt: skip
+        need(value > 0, name, value, "must be positive")
+    for name, value in [
+        ("optimizer.beta1", p.beta1), ("optimizer.beta2", p.beta2), ("optimizer.warmup_ratio", p.warmup_ratio),
+    ]:  # fmt: skip
+        need(0 <= value < 1, name, value, "must be in [0, 1)")
+    need(0 <= p.min_lr_ratio <= 1, "optimizer.min_lr_ratio", p.min_lr_ratio, "must be in [0, 1]")
+    need(p.weight_decay >= 0, "optimizer.weight_decay", p.weight_decay, "must not be negative")
+    need(
+        p.max_grad_norm >= 0,
+        "optimizer.max_grad_norm",
+        p.max_grad_norm,
+        "must not be negative; 0 switches clipping off",
+    )
+    need(0 <= recipe.data.max_dropped <= 1, "data.max_dropped", recipe.data.max_dropped, "is a share in [0, 1]")
+
+    need(
+        d.block_size >= 2,
+        "drafter.block_size",
+        d.block_size,
+        "a block is an anchor and at least one drafted slot: must be at least 2",
+    )
+    need(
+        recipe.data.max_length >= 2,
+        "data.max_length",
+        recipe.data.max_length,
+        "must hold an anchor and a drafted token",
+    )
+    need(d.conv_kernel_size >= 0, "drafter.conv_kernel_size", d.conv_kernel_size, "must be 0 (no convolution) or more")
+    need(
+        d.conv_kernel_size <= d.block_size,
+        "drafter.conv_kernel_size",
+        d.conv_kernel_size,
+        f"must not exceed block_size = {d.block_size}",
+    )
+    need(d.conv_group_size >= 1, "drafter.conv_group_size", d.conv_group_size, "must be at least 1")
+    need(d.selector_rank >= 0, "drafter.selector_rank", d.selector_rank, "must be 0 (no selector) or more")
+    k = d.selector_top_k
+    need(k >= 1 and k & (k - 1) == 0, "drafter.selector_top_k", k, "must be a power of two (SGLang's kernel needs it)")
+    w = d.sliding_window
+    need(
+        w is None or w >= d.block_size,
+        "drafter.sliding_window",
+        w,
+        f"must be null or at least block_size = {d.block_size}: below it the engines' in-block masks differ",
+    )
+    if d.layer_types is not None:
+        need(
+            len(d.layer_types) == d.num_hidden_layers,
+            "drafter.layer_types",
+            d.layer_types,
+            f"needs one entry per draft layer ({d.num_hidden_layers})",
+        )
+        need(
+            set(d.layer_types) <= {SLIDING, FULL},
+            "drafter.layer_types",
+            d.layer_types,
+            f"entries are {SLIDING} or {FULL}",
+        )
+        need(
+            (SLIDING in d.layer_types) == (w is not None),
+            "drafter.layer_types",
+            d.layer_types,
+            f"{SLIDING} layers and sliding_window = {w} contradict each other: set both or neither",
+        )
+    ids = d.target_layer_ids
+    if ids is not None:
+        need(len(ids) > 0, "drafter.target_layer_ids", ids, "must not be empty")
+        need(len(set(ids)) == len(ids), "drafter.target_layer_ids", ids, "has a duplicate layer")
+        need(min(ids) >= 0, "drafter.target_layer_ids", ids, "has a negative layer; ids are 0-based decoder layers")
+        need(ids == sorted(ids), "drafter.target_layer_ids", ids, "must be ascending (TensorRT-LLM sorts them)")
+    if d.mask_token_id is not None:
+        need(
+            d.mask_token_id >= 0,
+            "drafter.mask_token_id",
+            d.mask_token_id,
+            "must be a token id of the target, in [0, vocab_size)",
+        )
+    for name, value in [
+        ("num_attention_heads", d.num_attention_heads), ("num_key_value_heads", d.num_key_value_heads),
+        ("head_dim", d.head_dim), ("intermediate_size", d.intermediate_size), ("rope_theta", d.rope_theta),
+        ("output_multiplier", d.output_multiplier), ("final_logit_softcapping", d.final_logit_softcapping),
+        ("input_embedding_scale", d.input_embedding_scale),
+    ]:  # fmt: skip
+        need(value is None or value > 0, f"drafter.{name}", value, "must be null or positive")
+    gamma = o.loss_decay_gamma
+    need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
+    need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
+    for name, temperature, top_p, top_k in [
+        ("regenerate", recipe.regenerate.temperature, recipe.regenerate.top_p, recipe.regenerate.top_k)
+    ]:
+        need(temperature >= 0, f"{name}.temperature", temperature, "must not be negative; 0 is greedy")
+        need(0 < top_p <= 1, f"{name}.top_p", top_p, "must be in (0, 1]")
+        need(top_k >= 0, f"{name}.top_k", top_k, "must not be negative; 0 is all")
+    need(
+        recipe.export.precision is not Precision.auto,
+        "export.precision",
+        "auto",
+        "name the format: bfloat16 or float32",
+    )

@@ -1,0 +1,185 @@
+"""The draft layers: RMSNorm, RoPE, block attention over context and own block, in-block convolution, gated MLP.
+
+Parameter names are those of the published drafters, so that a state dict is an export.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dflash_train.drafter.mask import BlockMask
+from dflash_train.drafter.spec import DrafterSpec
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32, returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+def rotation(positions: torch.Tensor, head_dim: int, theta: float) -> Rotation:
+    """cos and sin, each (*positions.shape, head_dim), in fp32: bf16 frequencies are radians off at position 4,000."""
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / theta ** (half / head_dim)
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHQD: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Apply RoPE (half-split layout, as HF Qwen3) to heads; `by` is (B, Q, D) each."""
+    cos, sin = by[0].unsqueeze(1), by[1].unsqueeze(1)
+    a, b = x_BHQD.float().chunk(2, -1)
+    return (x_BHQD.float() * cos + torch.cat([-b, a], -1) * sin).to(x_BHQD.dtype)
+
+
+def dense_attention(q, context_kv, block_kv, mask: BlockMask) -> torch.Tensor:
+    """Exact attention of NS queries over T context keys and the S keys of their own block.
+
+    q (B, Hq, Q, D); context k, v (B, Hkv, T, D); block k, v (B, Hkv, Q, D). Returns (B, Hq, Q, D). The scores of a block's
+    own keys are computed block by block, so that nothing of size Q x Q exists; softmax in fp32.
+    """
+    (kc, vc), (kb, vb) = context_kv, block_kv
+    B, Hq, Q, D = q.shape
+    Hkv, S = kc.shape[1], mask.block_BNSS.shape[-1]
+    T, N, G = kc.shape[2], Q // S, Hq // Hkv
+    q = q.reshape(B, Hkv, G, Q, D) * D**-0.5
+    to_context = q.reshape(B, Hkv, G * Q, D) @ kc.transpose(-1, -2)
+    blocks = (B, Hkv, 1, N, S, D)
+    to_block = q.reshape(B, Hkv, G, N, S, D) @ kb.reshape(blocks).transpose(-1, -2)
+    scores = torch.cat([to_context.view(B, Hkv, G, Q, T), to_block.view(B, Hkv, G, Q, S)], -1)
+    visible = torch.cat([mask.context_BQT, mask.block_BNSS.reshape(B, Q, S)], -1)[:, None, None]
+    weights = scores.float().masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    over_context, over_block = weights.split([T, S], -1)
+    out = (over_context.reshape(B, Hkv, G * Q, T) @ vc).view(B, Hkv, G, Q, D)
+    out = out + (over_block.reshape(B, Hkv, G, N, S, S) @ vb.reshape(blocks)).view(B, Hkv, G, Q, D)
+    return out.reshape(B, Hq, Q, D)
+
+
+_compiled_flex = None
+
+
+def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
+    """The same by a compiled block-sparse kernel (CUDA)."""
+    global _compiled_flex
+    if _compiled_flex is None:
+        from torch.nn.attention.flex_attention import flex_attention as flex
+
+        _compiled_flex = torch.compile(flex, dynamic=False)
+    k = torch.cat([context_kv[0], block_kv[0]], 2)
+    v = torch.cat([context_kv[1], block_kv[1]], 2)
+    return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class BlockAttention(nn.Module):
+    """Queries from the block; keys and values from the target's features and from the block itself."""
+
+    def __init__(self, spec: DrafterSpec):
+        super().__init__()
+        self.head_dim = spec.head_dim
+        h, q, kv = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = nn.Linear(h, q, bias=False)
+        self.k_proj = nn.Linear(h, kv, bias=False)
+        self.v_proj = nn.Linear(h, kv, bias=False)
+        self.o_proj = nn.Linear(q, h, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim)
+
+    def keys_values(self, x_BLH: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values, (B, Hkv, L, D) each, of context features or of block rows."""
+        k = self.k_norm(self._heads(self.k_proj(x_BLH))).transpose(1, 2)
+        v = self._heads(self.v_proj(x_BLH)).transpose(1, 2)
+        return rotate(k, by), v
+
+    def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask) -> torch.Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2), by)
+        block_kv = self.keys_values(x_BQH, by)
+        attend = dense_attention if isinstance(mask, BlockMask) else flex_attention
+        out = attend(q, context_kv, block_kv, mask)
+        return self.o_proj(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1))
+
+
+class BlockConv(nn.Module):
+    """A dynamic causal convolution within each block, before and after a sublayer.
+
+    y[t] = sum over taps o of (base[side, o, channel] + dynamic[t, side, o, group]) * v[t - o], rows before slot 0 being zero.
+    Both sides' dynamic taps are computed from the sublayer's (normalised) input.
+    """
+
+    def __init__(self, spec: DrafterSpec):
+        super().__init__()
+        self.taps, self.group, self.block_size = spec.conv_kernel_size, spec.conv_group_size, spec.block_size
+        groups = spec.hidden_size // spec.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, spec.hidden_size))
+        self.kernel_projection = nn.Linear(spec.hidden_size, 2 * self.taps * groups, bias=False)
+
+    def dynamic(self, x_BQH: torch.Tensor, slots: int) -> torch.Tensor:
+        """Taps (B, N, S, 2, taps, groups) from the sublayer's input."""
+        B, Q, _ = x_BQH.shape
+        return self.kernel_projection(x_BQH).view(B, Q // slots, slots, 2, self.taps, -1)
+
+    def forward(self, v_BQH: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
+        B, N, S = dynamic.shape[:3]
+        v = v_BQH.view(B, N, S, -1, self.group)
+        out = torch.zeros_like(v)
+        for o in range(self.taps):
+            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, :, side, o, :, None]
+            shifted = v if o == 0 else F.pad(v[:, :, :-o], (0, 0, 0, 0, o, 0))
+            out = out + kernel * shifted
+        return out.view_as(v_BQH)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and MLP, each between the two sides of a convolution (or plain where the spec has none)."""
+
+    def __init__(self, spec: DrafterSpec):
+        super().__init__()
+        self.self_attn = BlockAttention(spec)
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_conv = BlockConv(spec) if spec.conv_kernel_size else None
+        self.mlp_conv = BlockConv(spec) if spec.conv_kernel_size else None
+
+    def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask, slots: int) -> torch.Tensor:
+        h = self.input_layernorm(x_BQH)
+        if self.attention_conv is None:
+            h = self.self_attn(h, context_kv, by, mask)
+        else:
+            taps = self.attention_conv.dynamic(h, slots)
+            h = self.self_attn(self.attention_conv(h, taps, 0), context_kv, by, mask)
+            h = self.attention_conv(h, taps, 1)
+        x_BQH = x_BQH + h
+        h = self.post_attention_layernorm(x_BQH)
+        if self.mlp_conv is None:
+            return x_BQH + self.mlp(h)
+        taps = self.mlp_conv.dynamic(h, slots)
+        return x_BQH + self.mlp_conv(self.mlp(self.mlp_conv(h, taps, 0)), taps, 1)

@@ -1,0 +1,579 @@
+"""The folder that engines load: written, and read back strictly.
+
+A loader that accepts a folder proves little (SGLang and vLLM load a drafter with missing tensors and say nothing), so both
+directions here compare names and shapes with `tensor_shapes` and stop at the first difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import dflash_train
+from dflash_train.config.load import parse, parser, run_command
+from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
+from dflash_train.types import TargetInfo
+
+RECORD, WEIGHTS, INDEX = "dflash_train.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class CardFacts:
+    """What the model card states besides the spec.
+
+    tau: per domain {value: mean tokens per target pass, bonus included; rounds: target passes; tokens: their sum}, from real
+    decoding, or None where nothing was measured. walk_tau: the same quantity predicted by the teacher-forced walk.
+    """
+
+    name: str
+    base_model: str
+    license: str
+    tau: dict[str, dict[str, float]] | None = None
+    walk_tau: float | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+class Header(NamedTuple):
+    """One tensor as its file's header states it: dtype in safetensors' spelling ("BF16"), shape, and the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_export(
+    output: Path,
+    *,
+    state: dict[str, torch.Tensor],
+    spec: DrafterSpec,
+    target: TargetInfo,
+    dtype: torch.dtype,
+    tokenizer_dir: str | Path | None,
+    card: CardFacts,
+) -> Path:
+    """Write a drafter folder and return its path. All or nothing: it is built beside `output` and renamed into place.
+
+    state: tensors of any float dtype and device, named as in `tensor_shapes(spec)`; wrapper prefixes are stripped.
+    tokenizer_dir: folder or hub id whose tokenizer files go along (None: none).
+    Raises ValueError for a tensor that is missing, unexpected, mis-shaped or not finite, for a spec that does not fit
+    the target, and for an `output` that holds something else than an earlier export.
+    """
+    output = Path(os.path.realpath(output))
+    check_output(output)
+    _check_pair(spec, target)
+    tensors = _export_tensors(state, spec, dtype)
+    eos = target.eos_token_ids[0] if target.eos_token_ids else None
+    config = to_hf_config(
+        spec,
+        dtype=str(dtype).removeprefix("torch."),
+        bos=target.bos_token_id,
+        eos=eos,
+        pad=target.pad_token_id,
+    )
+    config["transformers_version"] = version("transformers")
+    target_name = public_name(target.path)
+    record = {
+        "format": 1,
+        "dflash_train": dflash_train.__version__,
+        "spec": asdict(spec),
+        "dtype": config["dtype"],
+        "target": {
+            "name": target_name,
+            "revision": target.revision,
+            "model_type": target.model_type,
+            "num_layers": target.num_layers,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "tie_word_embeddings": target.tie_word_embeddings,
+        },
+        "tau": card.tau,
+        "walk_tau": card.walk_tau,
+        "provenance": card.provenance,
+    }
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    building = output.parent / f".{output.name}.writing-{os.getpid()}"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        save_file(tensors, building / WEIGHTS, metadata={"format": "pt"})
+        _write_json(building / "config.json", config)
+        copied = _write_tokenizer(building, tokenizer_dir, target.revision)
+        (building / "README.md").write_text(model_card(spec, card, has_tokenizer=bool(copied)), encoding="utf-8")
+        # Recorded, so that replacing this export later removes only what is ours.
+        record["files"] = sorted([*_files(building), RECORD])
+        _write_json(building / RECORD, record)
+        # safetensors writes files that only their owner may read; a server often runs as another user
+        (building / WEIGHTS).chmod((building / "config.json").stat().st_mode)
+        written = read_headers(building)
+        assert {n: h.shape for n, h in written.items()} == tensor_shapes(spec), "the written file differs from the spec"
+        _replace(building, output)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return output
+
+
+def check_output(output: Path) -> None:
+    """Raise ValueError if writing an export to `output` would destroy anything but an earlier export."""
+    output = Path(output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"export.output = {output}: is a file; name a folder")
+    found = set(_files(output)) if output.is_dir() else set()
+    if not found:
+        return
+    if RECORD not in found:
+        raise ValueError(
+            f"export.output = {output}: not empty and not an earlier export (it has no {RECORD}); name another folder"
+        )
+    ours = set(read_json(output / RECORD).get("files", found))
+    if found - ours:
+        names = ", ".join(sorted(found - ours)[:3])
+        raise ValueError(
+            f"export.output = {output}: the earlier export there has files that were added to it ({names}); move them or name another folder"
+        )
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+
+
+def _replace(building: Path, output: Path) -> None:
+    """Rename into place. A folder cannot be renamed over a full one, so an earlier export steps aside until the new one is there."""
+    if not output.exists():
+        building.rename(output)
+        return
+    aside = building.with_name(building.name.replace(".writing-", ".replaced-"))
+    output.rename(aside)
+    try:
+        building.rename(output)
+    except OSError:
+        aside.rename(output)
+        raise
+    shutil.rmtree(aside)
+
+
+def _check_pair(spec: DrafterSpec, target: TargetInfo) -> None:
+    for name, mine, theirs in [
+        ("hidden_size", spec.hidden_size, target.hidden_size),
+        ("vocab_size", spec.vocab_size, target.vocab_size),
+        ("num_target_layers", spec.num_target_layers, target.num_layers),
+    ]:
+        if mine != theirs:
+            raise ValueError(
+                f"drafter {name} = {mine}: the target {target.path} has {theirs}; a drafter fits only the target it was trained on"
+            )
+
+
+def _export_tensors(state: dict[str, torch.Tensor], spec: DrafterSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Bare names, one dtype, contiguous, on the host, in a fixed order."""
+    bare: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        short = re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", ""))  # torch.compile wraps single layers too
+        if short in bare:
+            raise ValueError(f"tensor {short}: given twice, once as {name}")
+        bare[short] = tensor
+    faults = tensor_faults({n: tuple(t.shape) for n, t in bare.items()}, spec)
+    if faults:
+        raise ValueError("the drafter's tensors do not fit its spec:\n  " + "\n  ".join(faults))
+    tensors = {}
+    for name in tensor_shapes(spec):
+        # copy: two names must not share memory in a safetensors file, and the caller may train on
+        tensors[name] = bare[name].detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        if not torch.isfinite(tensors[name]).all():
+            raise ValueError(
+                f"tensor {name}: has NaN or infinite values in {dtype}; the training diverged or the dtype is too narrow"
+            )
+    return tensors
+
+
+def _write_tokenizer(folder: Path, source: str | Path | None, revision: str | None) -> list[str]:
+    """Copy the target's tokenizer files into `folder`; returns their names. Remote code is never copied or run."""
+    if source is None:
+        return []
+    local = Path(source)
+    if local.is_dir():
+        for name in TOKENIZER_FILES:
+            if (local / name).is_file():
+                shutil.copyfile(local / name, folder / name)
+        if (local / "additional_chat_templates").is_dir():
+            shutil.copytree(local / "additional_chat_templates", folder / "additional_chat_templates")
+    else:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
+    return sorted(n for n in TOKENIZER_FILES if (folder / n).is_file())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def public_name(path: str) -> str:
+    """A hub id as it is; of a local folder only its name, because cards and records are published."""
+    local = Path(path)
+    return Path(os.path.realpath(path)).name if local.is_dir() or local.is_absolute() or path.startswith(".") else path
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def load_drafter_folder(path: str | Path) -> tuple[DrafterSpec, dict[str, torch.Tensor], dict[str, Any]]:
+    """Spec, tensors (on the host, in the file's dtype, named as in `tensor_shapes`) and config.json of a drafter folder.
+
+    DFlash v1 folders (no convolution, no selector) load too. Raises ValueError naming every missing, unused or mis-shaped
+    tensor, and for a config that says something no DrafterSpec can.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    spec = from_hf_config(normalised(config))
+    headers = read_headers(folder)
+    faults = config_faults(config, spec) + tensor_faults({n: h.shape for n, h in headers.items()}, spec)
+    if faults:
+        raise ValueError(f"{folder} is not a drafter that loads completely:\n  " + "\n  ".join(faults))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({h.file for h in headers.values()}):
+        with safe_open(folder / file, framework="pt") as f:
+            tensors |= {name: f.get_tensor(name) for name in f.keys() if headers[name].file == file}  # noqa: SIM118
+    return spec, {name: tensors[name] for name in tensor_shapes(spec)}, config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dict. Raises ValueError if there is none or it is not a JSON object."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: has no config.json; name the folder of an exported drafter")
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """dtype and shape of every tensor in a folder, from the files' headers alone; single file or sharded with an index.
+
+    Raises ValueError for missing or broken files and for an index that disagrees with them.
+    """
+    index: dict[str, str] = {}
+    files = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file():
+        if not (folder / INDEX).is_file():
+            raise ValueError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
+        index = read_json(folder / INDEX).get("weight_map", {})
+        files = sorted(set(index.values()))
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                    part = f.get_slice(name)
+                    if name in headers:
+                        raise ValueError(f"{folder}: tensor {name} is in {headers[name].file} and in {file}")
+                    headers[name] = Header(part.get_dtype(), tuple(part.get_shape()), file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / file}: cannot be read ({error}); copy or download it again") from None
+    wrong = [name for name, file in index.items() if name not in headers or headers[name].file != file]
+    if wrong:
+        raise ValueError(f"{folder}: {INDEX} names tensors that its files do not hold: {', '.join(wrong[:3])}")
+    return headers
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The training record of one of our exports; empty for a folder that somebody else made."""
+    return read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+
+
+def normalised(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the keys filled in that older drafters leave out and that every engine then takes alike."""
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    filled = dict(config)
+    if kinds is None and layers is not None and not config.get("use_sliding_window"):
+        filled["layer_types"] = kinds = [FULL] * layers
+    if config.get("is_causal") is None and kinds and SLIDING not in kinds:
+        filled["is_causal"] = False  # on a sliding layer engines disagree about an absent key, on full ones they do not
+    return filled
+
+
+def config_faults(config: dict[str, Any], spec: DrafterSpec) -> list[str]:
+    """What config.json says that a DrafterSpec cannot express, or that contradicts itself."""
+    faults = []
+    if config.get("attention_bias"):
+        faults.append("attention_bias = true: drafters have no attention biases")
+    if config.get("hidden_act", "silu") != "silu":
+        faults.append(f"hidden_act = {config['hidden_act']}: must be silu")
+    if len(spec.layer_types) != spec.num_hidden_layers or not set(spec.layer_types) <= {SLIDING, FULL}:
+        faults.append(
+            f"layer_types = {list(spec.layer_types)}: needs {spec.num_hidden_layers} entries, {SLIDING} or {FULL}"
+        )
+    if SLIDING in spec.layer_types and spec.sliding_window is None:
+        faults.append("sliding_attention layers, but use_sliding_window is not true or sliding_window is null")
+    both = {p["block_size"] for p in (config, config.get("dflash_config") or {}) if "block_size" in p}
+    if len(both) > 1:
+        faults.append(f"block_size: {sorted(both)} in two places; engines choose differently")
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mrope_section") or kind != "default":
+        faults.append(
+            "rope: drafters use the default RoPE over the whole head; this config has a partial, sectioned or scaled one"
+        )
+    return faults
+
+
+def tensor_faults(found: dict[str, tuple[int, ...]], spec: DrafterSpec) -> list[str]:
+    """One line per tensor that is missing, unexpected or mis-shaped, with the remedy where the name gives it away."""
+    expected = tensor_shapes(spec)
+    faults = [f"{n}: shape {found[n]}, expected {s}" for n, s in expected.items() if n in found and found[n] != s]
+    faults += [f"{n}: missing" for n in expected if n not in found]
+    for name in sorted(set(found) - set(expected)):
+        remedy = ""
+        if re.fullmatch(r"candidate_selector\.\w+_codebook\.weight", name):
+            remedy = "; codebooks are bare parameters: rename it to " + name.removesuffix(".weight")
+        elif "_orig_mod." in name or name.startswith(("module.", "model.")):
+            remedy = "; drafters have bare names: strip the wrapper's prefix"
+        elif any(part in name for part in ("embed_tokens", "lm_head", "rotary_emb")):
+            remedy = "; the target's is used: leave it out"
+        faults.append(f"{name}: unexpected{remedy}")
+    return faults
+
+
+# ------------------------------------------------------------------------------------------------------------- model card
+
+
+def _yaml(value: str) -> str:
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", value) and value.lower() not in (
+        "yes",
+        "no",
+        "true",
+        "false",
+        "null",
+        "on",
+        "off",
+        "y",
+        "n",
+    )
+    return value if plain else json.dumps(value)
+
+
+def _tau_lines(card: CardFacts) -> Iterable[str]:
+    if not card.tau:
+        yield "Not measured yet."
+    else:
+        yield "Mean tokens per target pass (the target's own token included), greedy decoding on held-out prompts:\n"
+        yield "| domain | tau | target passes | tokens |\n| --- | ---: | ---: | ---: |"
+        for domain, m in card.tau.items():
+            yield f"| {domain} | {m['value']:.2f} | {int(m['rounds'])} | {int(m['tokens'])} |"
+        if len(card.tau) > 1:
+            rounds, tokens = (sum(int(m[k]) for m in card.tau.values()) for k in ("rounds", "tokens"))
+            yield f"| pooled | {tokens / max(rounds, 1):.2f} | {rounds} | {tokens} |"
+    if card.walk_tau is not None:
+        yield f"\nTeacher-forced estimate on held-out text: {card.walk_tau:.2f}."
+
+
+def model_card(spec: DrafterSpec, card: CardFacts, *, has_tokenizer: bool = True) -> str:
+    """README.md: front matter, what this is, measured acceptance and the launch line of every engine for this block size."""
+    k, base, name = spec.block_size, public_name(card.base_model), card.name
+    two = bool(spec.conv_kernel_size and spec.selector_rank)
+    kind, cls = ("DFlash 2", "DFlash2DraftModel") if two else ("DFlash", "DFlashDraftModel")
+    windows = ", ".join(
+        sorted({f"window {spec.sliding_window}" if t == SLIDING else "full attention" for t in spec.layer_types})
+    )
+    backend = (
+        "\nKeep the draft attention backend at VANILLA or FA4: TRTLLM has no non-causal windows.\n"
+        if spec.sliding_window and not spec.is_causal
+        else ""
+    )
+    no_tokenizer = "" if has_tokenizer else "\nThis folder has no tokenizer files; every engine takes the target's.\n"
+    small = min(k, 5)
+    provenance = "".join(
+        f"- {key}: {value}\n" for key, value in card.provenance.items() if isinstance(value, (str, int, float))
+    )
+    return f"""---
+base_model: {_yaml(base)}
+license: {_yaml(card.license)}
+library_name: dflash
+pipeline_tag: text-generation
+tags:
+- dflash
+- speculative-decoding
+---
+
+# {name}
+
+A {kind} drafter for speculative decoding of `{base}`. It drafts {k - 1} tokens at a time from hidden states of the target,
+which verifies them in one pass; the output stays the target's own. It works with that target only.
+
+| | |
+| --- | --- |
+| block size K | {k}: 1 anchor and {k - 1} drafted tokens |
+| draft layers | {spec.num_hidden_layers}, {windows}, {"causal" if spec.is_causal else "bidirectional"} inside the block |
+| captured target layers | {", ".join(map(str, spec.target_layer_ids))} of {spec.num_target_layers} (0-based, outputs) |
+| mask token id | {spec.mask_token_id} |
+| vocabulary | {spec.vocab_size}; token embedding and output head are shared from the target and not in this file |
+
+## Measured acceptance
+
+{chr(10).join(_tau_lines(card))}
+
+## Serving
+
+Draft at most K - 1 = {k - 1} tokens: more was never trained. `python -m dflash_train.check FOLDER` prints what each engine
+makes of this folder.
+{no_tokenizer}
+SGLang (0.5.19 or later; counts the anchor, so K)
+
+```bash
+python -m sglang.launch_server --model-path {base} \\
+  --speculative-algorithm DFLASH --speculative-draft-model-path {name} \\
+  --speculative-num-draft-tokens {k}
+```
+
+vLLM (0.28.0 or later, V2 model runner; counts drafted tokens, so K - 1, and does not read the block size itself)
+
+```bash
+vllm serve {base} \\
+  --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": {k - 1}}}'
+```
+
+TensorRT-LLM (1.3.0rc28 or later)
+
+```python
+from tensorrt_llm import LLM
+from tensorrt_llm.llmapi import DFlashDecodingConfig
+
+llm = LLM("{base}", speculative_config=DFlashDecodingConfig(max_draft_len={k - 1}, speculative_model="{name}"))
+```
+
+```yaml
+speculative_config:
+  decoding_type: DFlash
+  max_draft_len: {k - 1}
+  speculative_model: {name}
+```
+{backend}
+llama.cpp (built after 2026-08-27; convert with the target beside it, because the drafter takes its vocabulary)
+
+```bash
+python convert_hf_to_gguf.py DRAFTER_FOLDER --target-model-dir TARGET_FOLDER --outfile drafter.gguf
+llama-server -m target.gguf -md drafter.gguf --spec-type draft-dflash --spec-draft-n-max {k - 1}
+```
+
+ollama (experimental: a build of pull request 17865, MLX engine). The draft depth must be set; its default 0 switches
+speculation off without a message.
+
+```
+FROM TARGET_FOLDER
+DRAFT DRAFTER_FOLDER
+PARAMETER draft_num_predict {k - 1}
+```
+
+oMLX 0.6.2-zlab-dflash2: enable DFlash for the target, choose this drafter, block size {small}, verify mode dflash.
+With quantised target or draft weights keep the block at 5 or less; larger verify widths are slower there.
+
+dflash client (0.1.0; transformers 5.15 or later, or MLX)
+
+```bash
+dflash generate mlx --model {base} --draft {name} --block-size {small} "PROMPT"
+```
+
+```python
+from dflash.model import {cls}
+
+drafter = {cls}.from_pretrained("{name}", dtype="auto")
+output_ids = drafter.spec_generate(target, input_ids, max_new_tokens=256, stop_token_ids=[], temperature=0.0)
+```
+
+Auto classes do not apply: `AutoModelForCausalLM` would load a plain Qwen3 and drop the draft tensors.
+
+## Training
+
+Trained with dflash-train {dflash_train.__version__}; the full record is in `{RECORD}`.
+{provenance}"""
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def export_run(o: Any, state: dict[str, torch.Tensor], output: Path, *, step: int | None) -> Path:
+    """Export a drafter of the run that `o` (a `build.Outline`) outlines, after `step` training steps.
+
+    The card states the acceptance of <output_dir>/evaluation.json if that measured the same step, else none.
+    """
+    recipe = o.recipe
+    measured: dict[str, Any] = {}
+    evaluation = Path(recipe.output_dir) / "evaluation.json"
+    if evaluation.exists():
+        found = read_json(evaluation)
+        if step is not None and found["trained_steps"] == step and "decoded" in found:
+            measured = {"tau": found["decoded"]["tau"], "walk_tau": found["decoded"]["walk_tau"]["value"]}
+    card = CardFacts(
+        name=Path(recipe.output_dir).name,
+        base_model=public_name(o.info.path),
+        license=recipe.export.license,
+        provenance={
+            "step": step,
+            "objective": {"loss_decay_gamma": o.gamma, "selector_loss_weight": recipe.objective.selector_loss_weight},
+            "lr": recipe.optimizer.lr,
+            "num_anchors": recipe.train.num_anchors,
+            "row_length": recipe.data.max_length,
+            "global_batch_size": recipe.train.global_batch_size,
+            **{k: v for k, v in recipe.provenance.items() if k != "command"},  # a command line may name private paths
+        },
+        **measured,
+    )
+    return write_export(
+        output,
+        state=state,
+        spec=o.spec,
+        target=o.info,
+        dtype=getattr(torch, recipe.export.precision.value),
+        tokenizer_dir=o.target_path,
+        card=card,
+    )
+
+
+def main(argv: list[str]) -> int:
+    from dflash_train.build import SOURCE_HELP, open_drafter
+
+    commands = parser(
+        "python -m dflash_train.export",
+        "Write a drafter as a folder that every engine loads unedited.",
+        source=SOURCE_HELP,
+    )
+    commands.add_argument(
+        "--output", metavar="DIR", help="folder to write; default: export.output, else <output_dir>/export"
+    )
+    args = parse(commands, argv)
+    o, state, _, step = open_drafter(args.source, args.config, args.overrides)
+    output = Path(args.output or o.recipe.export.output or Path(o.recipe.output_dir) / "export")
+    print(f"exported to {export_run(o, state, output, step=step)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,115 @@
+"""DraftStep: the method on one page. Drafter + objective; the only module that an engine wraps.
+
+Captured features and masked blocks go through the drafter; the frozen head scores the supervised slots; the loss is the
+position-decayed cross-entropy of those scores plus the selector's cross-entropy over each slot's best candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dflash_train.config.schema import Denominator, ObjectiveConfig
+from dflash_train.drafter.model import Drafter, block_positions, block_token_ids
+from dflash_train.metrics import slot_metric
+from dflash_train.objective.loss import candidate_logits, leading_hits, linear_cross_entropy, selector_cross_entropy
+from dflash_train.target.base import Target
+from dflash_train.types import LossReport, PackedBatch, TargetFeatures
+
+
+class DraftStep(nn.Module):
+    """forward(batch, features, total_weight) -> LossReport.
+
+    total_weight: the step's supervised decay weight over all ranks and micro-batches, known before the first forward.
+    """
+
+    def __init__(self, drafter: Drafter, target: Target, objective: ObjectiveConfig, *, flex: bool, dtype: torch.dtype):
+        super().__init__()
+        self.drafter = drafter
+        self.objective, self.flex, self.dtype = objective, flex, dtype
+        object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's raw token embedding, scaled, in the drafter's compute dtype."""
+        return (self.target.embed(token_ids) * self.drafter.spec.input_embedding_scale).to(self.dtype)
+
+    def score(self, batch: PackedBatch, features: TargetFeatures) -> dict[str, torch.Tensor]:
+        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage. `labels_M`, `weights_M` with them."""
+        spec, blocks = self.drafter.spec, batch.blocks
+        hidden_BQH = self.drafter(
+            features.features_BTF.to(self.dtype),
+            batch.position_ids_BT,
+            self.embed(block_token_ids(blocks, spec.mask_token_id)),
+            block_positions(blocks, batch.position_ids_BT, spec.block_size),
+            self.drafter.masks(blocks, batch.document_ids_BT, flex=self.flex),
+        )
+        scored = blocks.scored_M
+        labels_M = blocks.labels_BNS.flatten()[scored]
+        hidden_MH = hidden_BQH.flatten(0, 1)[scored]
+        head = {"multiplier": spec.output_multiplier, "softcap": spec.final_logit_softcapping}
+        base = linear_cross_entropy(
+            hidden_MH, self.target.head_VH, labels_M, top_k=spec.selector_top_k, chunk=self.objective.chunk_rows, **head
+        )
+        out = {
+            "labels_M": labels_M,
+            "weights_M": blocks.weights_BNS.flatten()[scored],
+            "base_nll_M": base.nll_M,
+            "base_hit_M": base.top1_M == labels_M,
+        }
+        selector = self.drafter.candidate_selector
+        if selector is None:
+            return out | {
+                "hit_M": out["base_hit_M"],
+                "selector_nll_M": torch.zeros_like(base.nll_M),
+                "covered_M": (base.candidates_MC == labels_M[:, None]).any(-1),
+            }
+        unary_MC = candidate_logits(hidden_MH, self.target.head_VH, base.candidates_MC, **head)
+        predecessors_M = blocks.labels_BNS.flatten()[
+            scored - 1
+        ]  # slot 0 is the anchor, so a scored slot has one before it
+        scores_MC = selector(hidden_MH, unary_MC, base.candidates_MC, predecessors_M)
+        nll_M, covered_M = selector_cross_entropy(scores_MC, base.candidates_MC, labels_M)
+        chosen_M = base.candidates_MC.gather(1, scores_MC.argmax(-1, keepdim=True))[:, 0]
+        return out | {"hit_M": chosen_M == labels_M, "selector_nll_M": nll_M, "covered_M": covered_M}
+
+    def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
+        s = self.score(batch, features)
+        w = s["weights_M"]
+        base_sum, selector_sum = (w * s["base_nll_M"]).sum(), (w * s["selector_nll_M"]).sum()
+        covered_weight = (w * s["covered_M"]).sum()
+        by_coverage = self.objective.selector_denominator is Denominator.covered
+        selector_weight = covered_weight.clamp_min(1e-6) if by_coverage else total_weight
+        loss = base_sum / total_weight + self.objective.selector_loss_weight * selector_sum / selector_weight
+        return LossReport(
+            loss, self._sums(batch, s, base_sum, selector_sum, covered_weight if by_coverage else w.sum())
+        )
+
+    @torch.no_grad()
+    def _sums(
+        self, batch: PackedBatch, s: dict[str, torch.Tensor], base_sum, selector_sum, selector_weight
+    ) -> dict[str, torch.Tensor]:
+        blocks = batch.blocks
+        slots = torch.tensor(len(s["labels_M"]), device=base_sum.device)
+        per_slot = blocks.supervised_BNS.flatten(0, 1).sum(0)
+        evaluated = blocks.supervised_BNS.any(-1).sum()
+        pair = lambda total, count: torch.stack([total.double(), count.double()])
+        sums = {
+            "base_loss": pair(base_sum, s["weights_M"].sum()),
+            "selector_loss": pair(selector_sum, selector_weight),
+            "candidate_recall": pair(s["covered_M"].sum(), slots),
+        }
+        for prefix, hit_M in (("", s["hit_M"]), ("base_", s["base_hit_M"])):
+            correct_BNS = scatter_slots(hit_M, blocks)
+            accepted = leading_hits(correct_BNS, blocks.supervised_BNS).sum()
+            sums[f"{prefix}accuracy"] = pair(hit_M.sum(), slots)
+            sums[f"{prefix}accept_len"] = pair(accepted + evaluated, evaluated)
+            hits = correct_BNS.flatten(0, 1).sum(0)
+            sums |= {slot_metric(f"{prefix}accuracy", k): pair(hits[k], per_slot[k]) for k in range(1, len(hits))}
+        return sums
+
+
+def scatter_slots(value_M: torch.Tensor, blocks) -> torch.Tensor:
+    """Booleans of the scored slots back in their (B, N, S) places, false elsewhere."""
+    out = torch.zeros(blocks.labels_BNS.numel(), dtype=torch.bool, device=value_M.device)
+    out[blocks.scored_M] = value_M
+    return out.view(blocks.labels_BNS.shape)

@@ -1,0 +1,464 @@
+"""Replace every answer of a prompt set by what the frozen target says, so that the drafter learns the text it
+will draft.
+
+The output is append-only JSONL. A restart continues it: ids that are present are skipped, a half-written last
+line is cut off, and a file that another generator began is refused. A row with one answer carries the exact
+`prompt_ids` and `response_ids`; a row with several carries them per turn in `turn_ids`, each turn having seen
+the new answers before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from tqdm import tqdm
+
+from dflash_train.assets import resolve
+from dflash_train.config.schema import Recipe, RegenerateConfig
+from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash
+from dflash_train.data.read import read_conversations
+from dflash_train.target.cache import make_cache
+from dflash_train.target.hf import load_model
+from dflash_train.types import Conversation
+
+logger = logging.getLogger(__name__)
+
+# Written anew for each row; whatever an input row says about them belongs to the answers that are replaced.
+REPLACED = {"turn_ids", "generator", "finish_reason"}
+
+
+@dataclass(kw_only=True)
+class Request:
+    """One answer to generate: at most `max_new_tokens` after `prompt_ids`, sampled with `seed`."""
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Generated ids including the stop token; finish_reason is "stop" or "length". `error` is set instead
+    where it failed.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+    error: str | None = None
+
+
+Generate = Callable[[list[Request]], list[Answer]]
+
+
+def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, Any]:
+    """Run `recipe.regenerate` to its end and return the manifest, which is also written to
+    `<output>.manifest.json`.
+
+    `generate` answers a batch of requests; by default the target itself, run here by transformers.
+    Conversations that fail go to `<output>.failed.jsonl` with a reason and are tried again by the next run.
+    Raises ValueError for prompts that cannot be read, too many unusable ones, or an output that another
+    generator began.
+    """
+    config, started = recipe.regenerate, time.monotonic()
+    target = resolve(recipe.target.path, "target")
+    tokenizer = load_tokenizer(
+        target, recipe.target.revision, recipe.target.trust_remote_code, recipe.data.chat_template
+    )
+    generator = describe_generator(recipe, tokenizer)
+    conversations, kept = read_conversations(
+        [resolve(config.prompts, "prompts")], limit=config.limit, need_answer=False
+    )
+    for conversation in [c for c in conversations if not c.messages]:
+        kept.reject("no_messages", conversation.source)  # bare token ids: nothing to render again
+        conversations.remove(conversation)
+    kept.check(recipe.data.max_dropped)
+    output = Path(config.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    done = _repair_and_read(output, generator)
+    pending = [conversation for conversation in conversations if conversation.id not in done]
+    logger.info("%s\n%d of them are already in %s", kept.table(), len(conversations) - len(pending), output)
+
+    notes: Counter[str] = Counter()
+    failed_path, failed, written, tokens = Path(f"{output}.failed.jsonl"), 0, 0, 0
+    failed_path.unlink(missing_ok=True)
+    if pending and generate is None:
+        generate = embedded_generate(recipe, target, tokenizer)
+    with (
+        output.open("a", encoding="utf-8") as rows,
+        tqdm(total=len(pending), unit="row", disable=not recipe.track.progress) as bar,
+    ):
+        for batch in _batches(pending, tokenizer, config):
+            assert generate is not None
+            for row, error in _answer_batch(batch, tokenizer, config, generate, generator, notes):
+                if error is None:
+                    rows.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    written, tokens = written + 1, tokens + _count_tokens(row)
+                else:
+                    failed += 1
+                    with failed_path.open("a", encoding="utf-8") as failures:
+                        failures.write(json.dumps({"id": row["id"], "reason": error}) + "\n")
+            rows.flush()
+            bar.update(len(batch))
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s, {failed} failed")
+    seconds = time.monotonic() - started
+    manifest = {
+        **_totals(output),
+        "failed": failed,
+        "prompts": kept.kept,
+        "dropped_prompts": dict(kept.dropped),
+        "notes": dict(notes),
+        "new_rows": written,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "generator": generator,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": config.max_length,
+    }
+    Path(f"{output}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def describe_generator(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """What defines the distribution of the answers; stored with every row and compared on a restart."""
+    config = recipe.regenerate
+    kwargs = dict(config.chat_template_kwargs)
+    return {
+        "model": recipe.target.path,
+        "revision": recipe.target.revision,
+        "template_hash": template_hash(tokenizer, kwargs),
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "seed": config.seed,
+        "chat_template_kwargs": kwargs,
+    }
+
+
+# --- one batch of conversations ---
+
+
+@dataclass
+class _Work:
+    """A conversation on its way: what is settled so far, and what it still has to go through."""
+
+    conversation: Conversation
+    kwargs: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rest: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    prompt: list[int] = field(default_factory=list)
+
+
+def _prepare(conversation: Conversation, kwargs: dict[str, Any]) -> _Work:
+    messages = conversation.messages
+    if messages[-1]["role"] != "assistant":
+        messages = [*messages, {"role": "assistant", "content": ""}]
+    # An answer that nobody asked for (a greeting before the first question) is part of the prompt.
+    first = next(i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
+    return _Work(conversation, {**kwargs, **conversation.chat_template_kwargs}, messages[:first], messages[first:])
+
+
+def _batches(pending: list[Conversation], tokenizer: Any, config: RegenerateConfig) -> Iterator[list[_Work]]:
+    """Conversations with as many turns and about as much text, longest first: what does not fit shows at
+    once.
+    """
+    works = [_prepare(conversation, dict(config.chat_template_kwargs)) for conversation in pending]
+
+    def size(work: _Work) -> tuple[int, int, str]:
+        turns = sum(message["role"] == "assistant" for message in work.rest)
+        return -turns, -sum(len(m["content"]) for m in work.messages + work.rest), work.conversation.id
+
+    works.sort(key=size)
+    for i in range(0, len(works), config.batch_size):
+        yield works[i : i + config.batch_size]
+
+
+def _answer_batch(
+    works: list[_Work],
+    tokenizer: Any,
+    config: RegenerateConfig,
+    generate: Generate,
+    generator: dict[str, Any],
+    notes: Counter[str],
+) -> list[tuple[dict[str, Any], str | None]]:
+    """(row, None) or ({"id"}, reason) for each conversation, in order."""
+    active = works
+    while active := [work for work in active if _advance(work, tokenizer, config, notes)]:
+        requests = [
+            Request(
+                prompt_ids=work.prompt,
+                max_new_tokens=min(config.max_new_tokens, config.max_length - len(work.prompt)),
+                seed=_seed(config.seed, work.conversation.id, len(work.turns)),
+            )
+            for work in active
+        ]
+        for work, answer in zip(active, generate(requests), strict=True):
+            if answer.error is not None:
+                work.error, work.rest = answer.error, []
+                continue
+            text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            work.messages.append({"role": "assistant", "content": text})
+            work.turns.append(
+                {
+                    "prompt_ids": work.prompt,
+                    "response_ids": answer.token_ids,
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+            old = work.rest.pop(0)
+            if work.rest and answer.finish_reason == "length":
+                # The target would never see a cut answer closed by a turn end.
+                notes["ended_at_cut_answer"] += 1
+                work.rest = []
+            elif work.rest and work.rest[0]["role"] in ("tool", "function", "ipython") and not _calls(old, text):
+                # The recorded tool result answers a call that the target did not make.
+                notes["ended_at_missing_tool_call"] += 1
+                work.rest = []
+    return [
+        ({"id": work.conversation.id}, work.error) if work.error else (_row(work, generator), None) for work in works
+    ]
+
+
+def _advance(work: _Work, tokenizer: Any, config: RegenerateConfig, notes: Counter[str]) -> bool:
+    """Go on to the next answer to generate and set its prompt; False if there is none."""
+    while work.rest and work.rest[0]["role"] != "assistant":
+        work.messages.append(work.rest.pop(0))
+    if not work.rest:
+        return False
+    try:
+        work.prompt = prompt_ids(work.messages, tokenizer, tools=work.conversation.tools, kwargs=work.kwargs)
+    except (jinja2.TemplateError, TypeError) as error:
+        work.error = f"template_error: {error}"
+        return False
+    if len(work.prompt) < config.max_length:
+        return True
+    if work.turns:
+        notes["ended_at_max_length"] += 1
+        while work.messages[-1]["role"] != "assistant":
+            work.messages.pop()
+    else:
+        work.error = f"prompt_too_long: {len(work.prompt)} tokens, regenerate.max_length {config.max_length}"
+    return False
+
+
+def _calls(old: dict[str, Any], text: str) -> bool:
+    """Whether the new answer names every function that the old one called."""
+    calls = [call.get("function", call) for call in old.get("tool_calls", [])]
+    return bool(calls) and all(call["name"] in text for call in calls)
+
+
+def _seed(seed: int, row_id: str, turn: int) -> int:
+    """Depends on nothing but its arguments, so a row's answer does not depend on the batch it is in."""
+    digest = hashlib.blake2b(json.dumps([seed, row_id, turn]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _row(work: _Work, generator: dict[str, Any]) -> dict[str, Any]:
+    conversation = work.conversation
+    row: dict[str, Any] = {key: value for key, value in conversation.metadata.items() if key not in REPLACED}
+    row |= {"id": conversation.id, "domain": conversation.domain, "messages": work.messages}
+    if conversation.tools is not None:
+        row["tools"] = conversation.tools
+    row["chat_template_kwargs"] = work.kwargs
+    if len(work.turns) == 1:
+        row["prompt_ids"], row["response_ids"] = work.turns[0]["prompt_ids"], work.turns[0]["response_ids"]
+    else:
+        row["turn_ids"] = work.turns
+    return {**row, "finish_reason": work.turns[-1]["finish_reason"], "generator": generator}
+
+
+# --- the output file ---
+
+
+def _repair_and_read(output: Path, generator: dict[str, Any]) -> set[str]:
+    """Cut off a half-written last line and return the ids that are present."""
+    if not output.exists():
+        return set()
+    done: set[str] = set()
+    end = 0
+    with output.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                row = json.loads(line)
+                row_id, row_generator = row["id"], row["generator"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{output}:{number} was not written by regeneration; name another regenerate.output"
+                ) from None
+            if row_generator != generator:
+                raise ValueError(
+                    f"{output}:{number} comes from another generator\n  file:   {json.dumps(row_generator)}\n"
+                    f"  recipe: {json.dumps(generator)}\nmove the file away or name another regenerate.output"
+                )
+            done.add(row_id)
+    if end < output.stat().st_size:
+        logger.warning("%s: cut off a half-written last line", output)
+        with output.open("r+b") as stream:
+            stream.truncate(end)
+    return done
+
+
+def _count_tokens(row: dict[str, Any]) -> int:
+    return sum(len(turn["response_ids"]) for turn in row["turn_ids"]) if "turn_ids" in row else len(row["response_ids"])
+
+
+def _totals(output: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    rows = tokens = truncated = 0
+    with output.open("rb") as stream:
+        for line in stream:
+            digest.update(line)
+            row = json.loads(line)
+            rows, tokens = rows + 1, tokens + _count_tokens(row)
+            truncated += row["finish_reason"] == "length"
+    share = round(truncated / rows, 4) if rows else 0.0
+    return {
+        "output": output.name,
+        "rows": rows,
+        "tokens": tokens,
+        "truncated": truncated,
+        "truncated_share": share,
+        "sha256": digest.hexdigest(),
+    }
+
+
+# --- the target, run here ---
+
+
+def embedded_generate(recipe: Recipe, target: str, tokenizer: Any) -> Generate:
+    """Load the target with transformers, on CUDA if there is one; returns what answers batches."""
+    config = recipe.regenerate
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(recipe.target, target, device)
+    if device.type == "cpu" and recipe.target.attn_implementation == "sdpa":
+        model.set_attn_implementation("grouped")
+    stop = model.generation_config.eos_token_id
+    stop_ids = set(stop if isinstance(stop, list) else [stop]) | {tokenizer.eos_token_id}
+    stop_ids.discard(None)
+
+    def generate(requests: list[Request]) -> list[Answer]:
+        try:
+            return decode(
+                model,
+                requests,
+                stop_ids,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+            )
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            if len(requests) == 1:
+                return [Answer(error="out_of_memory")]
+            half = len(requests) // 2
+        # Outside the handler, whose traceback would keep the tensors of the failed attempt alive.
+        return generate(requests[:half]) + generate(requests[half:])
+
+    return generate
+
+
+@torch.inference_mode()
+def decode(
+    model: Any, requests: list[Request], stop_ids: set[int], *, temperature: float, top_p: float, top_k: int
+) -> list[Answer]:
+    """Greedy (temperature 0) or sampled continuation of each request.
+
+    Prompts are padded on the left. Each row draws from its own generator, so its sample does not depend on
+    the others; rows that are finished leave the batch once they are a quarter of it.
+    """
+    device = model.device
+    width = max(len(request.prompt_ids) for request in requests)
+    input_BT = torch.zeros(len(requests), width, dtype=torch.long)
+    mask_BT = torch.zeros(len(requests), width, dtype=torch.long)
+    for i, request in enumerate(requests):
+        input_BT[i, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+        mask_BT[i, width - len(request.prompt_ids) :] = 1
+    input_BT, mask_BT = input_BT.to(device), mask_BT.to(device)
+    position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    uniform_BT = None
+    if temperature > 0:
+        longest = max(request.max_new_tokens for request in requests)
+        draws = [
+            torch.rand(request.max_new_tokens, generator=torch.Generator().manual_seed(request.seed))
+            for request in requests
+        ]
+        uniform_BT = torch.stack([torch.nn.functional.pad(d, (0, longest - len(d))) for d in draws]).to(device)
+    # Only the last position's logits are wanted; the others would be the largest tensor by far.
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+    answers: list[list[int]] = [[] for _ in requests]
+    rows = list(range(len(requests)))
+    live = [True] * len(requests)
+    cache = make_cache(model.config)
+    while True:
+        out = model(
+            input_ids=input_BT,
+            attention_mask=mask_BT,
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=True,
+            **last_only,
+        )
+        logits_BV = out.logits[:, -1].float()
+        if uniform_BT is None:
+            next_B = logits_BV.argmax(-1)
+        else:
+            step = max(len(answers[row]) for row in rows)
+            next_B = sample(logits_BV, uniform_BT[rows, step], temperature=temperature, top_p=top_p, top_k=top_k)
+        for row, token in zip(rows, next_B.tolist(), strict=True):
+            if live[row]:
+                answers[row].append(token)
+                live[row] = token not in stop_ids and len(answers[row]) < requests[row].max_new_tokens
+        left = [i for i, row in enumerate(rows) if live[row]]
+        if not left:
+            break
+        position_BT = position_BT[:, -1:] + 1
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
+        input_BT = next_B[:, None]
+        if 4 * len(left) <= 3 * len(rows):
+            index = torch.tensor(left, device=device)
+            cache.batch_select_indices(index)
+            input_BT, mask_BT, position_BT = input_BT[index], mask_BT[index], position_BT[index]
+            rows = [rows[i] for i in left]
+    return [Answer(token_ids=ids, finish_reason="stop" if ids[-1] in stop_ids else "length") for ids in answers]
+
+
+def sample(
+    logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float, top_p: float, top_k: int
+) -> torch.Tensor:
+    """Token of each row by inverse transform of its filtered distribution; uniform_B in [0, 1).
+
+    top_k first, then top_p over what is left, as engines do. top_p keeps the smallest set that reaches the
+    mass.
+    """
+    vocab = logits_BV.shape[-1]
+    k = min(top_k, vocab) if top_k > 0 else vocab
+    scores_BK, ids_BK = (
+        torch.topk(logits_BV / temperature, k, dim=-1)
+        if k < vocab
+        else (logits_BV / temperature).sort(dim=-1, descending=True)
+    )
+    probs_BK = scores_BK.softmax(-1)
+    if top_p < 1:
+        before_BK = probs_BK.cumsum(-1) - probs_BK
+        probs_BK = probs_BK * (before_BK < top_p)
+    sums_BK = probs_BK.cumsum(-1)
+    choice_B1 = (sums_BK <= uniform_B[:, None] * sums_BK[:, -1:]).sum(-1, keepdim=True)
+    # Rounding may put a draw next to 1 past the last token that has any mass.
+    choice_B1 = torch.minimum(choice_B1, (probs_BK > 0).sum(-1, keepdim=True) - 1)
+    return ids_BK.gather(-1, choice_B1)[:, 0]

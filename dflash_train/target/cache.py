@@ -1,0 +1,93 @@
+"""Key/value caches for decoding: appended in place and cropped for free; and grouped attention for a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import sdpa_mask
+
+ROOM = 64  # tokens that a cache grows by at least
+
+
+class GrowingLayer(DynamicLayer):
+    """DynamicLayer without its copy of the whole cache at every token: keys and values are views of a buffer with spare room."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        have = self.get_seq_length()
+        need = have + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._room: list[torch.Tensor] = []
+        # A batch that was selected or repeated has left its buffer: then, and when the room is used up, make a new one.
+        if not self._room or self._room[0].shape[-2] < need or self._room[0].shape[0] != key_states.shape[0]:
+            size = max(need + ROOM, need * 5 // 4)
+            old = (self.keys, self.values) if have else (None, None)
+            self._room = []
+            for states, kept in zip((key_states, value_states), old, strict=True):
+                buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
+                if kept is not None:
+                    buffer[..., :have, :] = kept
+                self._room.append(buffer)
+        for buffer, states in zip(self._room, (key_states, value_states), strict=True):
+            buffer[..., have:need, :] = states
+        self.keys, self.values = (buffer[..., :need, :] for buffer in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._room = []
+
+
+def make_cache(config: Any) -> DynamicCache:
+    """A cache for a model with this config that can be rolled back; other kinds of layer keep transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.activate_past_recording()
+    return cache
+
+
+def crop(cache: DynamicCache, length: int) -> None:
+    """Forget everything after the first `length` tokens."""
+    cache.crop(length - cache.get_seq_length())
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+):
+    """Attention in which the query heads of a group share one read of their keys and values.
+
+    On a CPU torch's own kernel copies keys and values once per query head, which dominates batched decoding. query (B, Hq, L, D), key and
+    value (B, Hkv, T, D); returns ((B, L, Hq, D), None) as transformers expects.
+    """
+    B, Hq, L, D = query.shape
+    Hkv, T = key.shape[1], key.shape[2]
+    scores = (query * (D**-0.5 if scaling is None else scaling)).reshape(B, Hkv, Hq // Hkv * L, D) @ key.transpose(
+        -1, -2
+    )
+    scores = scores.view(B, Hkv, Hq // Hkv, L, T)
+    if attention_mask is not None:
+        mask = attention_mask[:, :, None, :, :T]
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    elif L > 1:
+        scores = scores.masked_fill(
+            torch.ones(L, T, dtype=torch.bool, device=query.device).triu(T - L + 1), float("-inf")
+        )
+    weights = scores.float().softmax(-1).nan_to_num().to(value.dtype)  # a padded query sees nothing: zeros, not NaN
+    out = weights.reshape(B, Hkv, Hq // Hkv * L, T) @ value
+    return out.view(B, Hq, L, D).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)

@@ -1,0 +1,195 @@
+"""A frozen transformers model on this rank's device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dflash_train.config.schema import Precision, TargetConfig
+from dflash_train.target.info import read_target_info, text_config
+from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
+
+_DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+
+
+def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 on CUDA and float32 on CPU."""
+    if precision is Precision.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[precision]
+
+
+def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Module:
+    """The whole causal LM, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    if config.trust_remote_code:
+        print(f"target.trust_remote_code: running Python code that comes with {path}", flush=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=config.revision,
+            dtype=resolve_dtype(config.precision, device),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target.path = {path}: cannot be loaded: {str(error).splitlines()[0]}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+class HFTarget:
+    """Reads features by hooks on the decoder layers: `target_layer_ids` are 0-based layers, their *output* is captured.
+
+    The forward stops after the last captured layer and runs no head. The whole model stays at hand (`model`) for decoding.
+    """
+
+    def __init__(self, model: nn.Module, info: TargetInfo, layer_ids: tuple[int, ...]):
+        self.model, self.info, self.layer_ids = model, info, layer_ids
+        self.device = next(model.parameters()).device
+        self.backbone = text_backbone(model)
+        self.reader = _shorten(self.backbone, max(layer_ids) + 1)
+        self._kinds = set(getattr(text_config(model.config), "layer_types", None) or [])
+        self._captured: dict[int, torch.Tensor] = {}
+        for i in layer_ids:
+            self.reader.layers[i].register_forward_hook(self._keep(i))
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(f"target.path = {info.path}: its head has a bias, which no engine's drafter supports")
+        self._embedding = model.get_input_embeddings().weight
+        self._head = head.weight
+        for name, w in (("embedding", self._embedding), ("head", self._head)):
+            if tuple(w.shape) != (info.vocab_size, info.hidden_size):
+                raise ValueError(
+                    f"target.path = {info.path}: its {name} is {tuple(w.shape)}, config.json says {(info.vocab_size, info.hidden_size)}"
+                )
+
+    @classmethod
+    def load(cls, config: TargetConfig, path: str, layer_ids: tuple[int, ...], device: torch.device) -> HFTarget:
+        """Load the model of a recipe. Raises ValueError with the remedy."""
+        info = read_target_info(path, config.revision, config.trust_remote_code)
+        return cls(load_model(config, path, device), info, layer_ids)
+
+    def _keep(self, layer: int):
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @property
+    def head_VH(self) -> torch.Tensor:
+        return self._head
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self._embedding)
+
+    @torch.no_grad()
+    def read(self, batch: PackedBatch) -> TargetFeatures:
+        self._captured.clear()
+        self.reader(
+            input_ids=batch.token_ids_BT,
+            position_ids=batch.position_ids_BT,
+            attention_mask=self._mask(batch.document_ids_BT),
+            use_cache=False,
+        )
+        return TargetFeatures(self._collect())
+
+    def _collect(self) -> torch.Tensor:
+        missing = [i for i in self.layer_ids if i not in self._captured]
+        if missing:
+            raise ValueError(
+                f"target capture: expected {len(self.layer_ids)} layers, got {len(self._captured)} (missing {', '.join(map(str, missing))})"
+            )
+        features = torch.cat([self._captured[i] for i in self.layer_ids], -1)
+        self._captured.clear()
+        return features
+
+    def _mask(self, document_ids_BT: torch.Tensor) -> Any:
+        """Causal within each document. None where every row is one document (right padding is causal anyway)."""
+        if int(document_ids_BT.max()) <= 0:
+            return None
+        if self._kinds - {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"target.path = {self.info.path}: its {', '.join(sorted(self._kinds))} layers cannot keep packed documents apart; set data.pack=false"
+            )
+        T = document_ids_BT.shape[1]
+        at = torch.arange(T, device=document_ids_BT.device)
+        distance = at[:, None] - at
+        full = (document_ids_BT[:, :, None] == document_ids_BT[:, None, :]) & (distance >= 0)
+        full = full[:, None]
+        if not self._kinds:
+            return self._as_attention_wants(full)
+        masks = {"full_attention": self._as_attention_wants(full)}
+        if "sliding_attention" in self._kinds:
+            window = text_config(self.model.config).sliding_window
+            masks["sliding_attention"] = self._as_attention_wants(full & (distance < window))
+        return masks
+
+    def _as_attention_wants(self, visible: torch.Tensor) -> torch.Tensor:
+        """Booleans for sdpa; eager attention adds its mask to the scores."""
+        kernel = text_config(self.model.config)._attn_implementation
+        if kernel == "sdpa":
+            return visible
+        if kernel == "eager":
+            dtype = self._embedding.dtype
+            return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+                ~visible, torch.finfo(dtype).min
+            )
+        raise ValueError(
+            f"target.attn_implementation = {kernel}: packed rows need sdpa or eager; change it, or set data.pack=false"
+        )
+
+    @torch.no_grad()
+    def check_head(self, transform: Callable[[torch.Tensor], torch.Tensor], tokens: int = 16) -> None:
+        """The frozen head on the final norm's output, transformed as the drafter's logits are, must give the model's own logits.
+
+        Catches an untied random head, a dropped soft-cap or multiplier. Raises ValueError with the remedy.
+        """
+        ids = torch.arange(3, 3 + tokens, device=self.device)[None] % self.info.vocab_size
+        kept: list[torch.Tensor] = []
+        handle = self.backbone.norm.register_forward_hook(lambda module, args, output: kept.append(output))
+        logits = self.model(input_ids=ids, use_cache=False).logits.float()
+        handle.remove()
+        self._captured.clear()
+        ours = transform((kept[0] @ self.head_VH.T).float())
+        error = float((ours - logits).abs().max() / logits.abs().max().clamp_min(1e-6))
+        if not error < (1e-4 if self.head_VH.dtype == torch.float32 else 0.03):
+            raise ValueError(
+                f"target.path = {self.info.path}: head(norm(h)) differs from the model's own logits by {error:.1e} of their range; "
+                "set drafter.output_multiplier and drafter.final_logit_softcapping to what this model applies"
+            )
+
+    @torch.no_grad()
+    def step(
+        self, token_ids_BL: torch.Tensor, cache: Any, logits_to_keep: int = 0
+    ) -> tuple[torch.Tensor, TargetFeatures]:
+        """One decoding forward of the whole model over a cache: (logits (B, L or logits_to_keep, V), features of the L tokens)."""
+        self._captured.clear()
+        logits = self.model(
+            input_ids=token_ids_BL, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
+        ).logits
+        return logits, TargetFeatures(self._collect())
+
+
+def text_backbone(model: nn.Module) -> nn.Module:
+    """The module with `layers` and `norm`, also inside a multimodal wrapper."""
+    backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    for _ in range(3):
+        if hasattr(backbone, "layers"):
+            return backbone
+        backbone = backbone.language_model if hasattr(backbone, "language_model") else backbone.model
+    raise ValueError(f"{type(model).__name__}: no decoder layers found")
+
+
+def _shorten(backbone: nn.Module, num_layers: int) -> nn.Module:
+    """A view of the backbone that ends after num_layers and applies no final norm; weights are shared."""
+    reader = copy.copy(backbone)
+    reader._modules = dict(backbone._modules)
+    reader.layers = backbone.layers[:num_layers]
+    reader.norm = nn.Identity()
+    return reader

@@ -1,0 +1,207 @@
+"""Who sees whom: masks against plain loops; packing, batching and the answer itself leave no trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
+
+from dflash_train.drafter.mask import dense_mask, flex_mask
+from dflash_train.drafter.spec import FULL, SLIDING
+from dflash_train.types import DraftBlocks, TargetFeatures
+
+
+@st.composite
+def layouts(draw):
+    B, N, S = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    T = draw(st.integers(3, 14))
+    documents = []
+    for _ in range(B):
+        cuts = sorted(draw(st.lists(st.integers(1, T), max_size=2)))
+        row = np.searchsorted(np.array(cuts), np.arange(T), side="right")
+        padding = draw(st.integers(0, T // 2))
+        documents.append(np.where(np.arange(T) >= T - padding, -1, row))
+
+    def grid(values):
+        return torch.tensor(draw(st.lists(st.lists(values, min_size=N, max_size=N), min_size=B, max_size=B)))
+
+    blocks = DraftBlocks(
+        anchors_BN=grid(st.integers(0, T - 1)),
+        valid_BN=grid(st.sampled_from([True, True, True, False])),
+        slots_BN=grid(st.integers(1, S)),
+        labels_BNS=torch.zeros(B, N, S, dtype=torch.long),
+        weights_BNS=torch.zeros(B, N, S),
+        supervised_BNS=torch.zeros(B, N, S, dtype=torch.bool),
+        scored_M=torch.empty(0, dtype=torch.long),
+    )
+    window = draw(st.sampled_from([None, S, S + 1, S + 2, T + S]))
+    return blocks, torch.tensor(np.array(documents)), S, window, draw(st.booleans())
+
+
+def looped(blocks, documents, S, window, causal):
+    """(B, N*S, T + N*S): the rule, written out."""
+    B, T = documents.shape
+    N = blocks.anchors_BN.shape[1]
+    seen = torch.zeros(B, N * S, T + N * S, dtype=torch.bool)
+    for b in range(B):
+        for q in range(N * S):
+            n, s = divmod(q, S)
+            a = int(blocks.anchors_BN[b, n])
+            for k in range(T):
+                near = window is None or a + s - k < window
+                seen[b, q, k] = bool(blocks.valid_BN[b, n]) and k < a and documents[b, k] == documents[b, a] and near
+            for j in range(int(blocks.slots_BN[b, n])):
+                seen[b, q, T + n * S + j] = not causal or j <= s
+    return seen
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_dense_mask_is_the_rule(layout):
+    blocks, documents, S, window, causal = layout
+    B, T = documents.shape
+    mask = dense_mask(blocks, documents, S, window, causal)
+    expected = looped(*layout)
+    assert torch.equal(mask.context_BQT, expected[:, :, :T])
+    N = blocks.anchors_BN.shape[1]
+    own = expected[:, :, T:].view(B, N, S, N, S)
+    for n in range(N):
+        assert torch.equal(mask.block_BNSS[:, n], own[:, n, :, n])
+        others = [m for m in range(N) if m != n]
+        assert not own[:, n][:, :, others].any()
+
+
+@settings(max_examples=10, deadline=None)
+@given(layouts())
+def test_flex_mask_is_the_rule(layout):
+    blocks, documents, S, window, causal = layout
+    expected = looped(*layout)
+    built = flex_mask(blocks, documents, S, window, causal)
+    B, Q, K = expected.shape
+    assert torch.equal(create_mask(built.mask_mod, B, 1, Q, K, device="cpu")[:, 0], expected)
+
+
+# --- the answer does not leak -------------------------------------------------------------------------------
+
+VARIANTS = {
+    "full": {},
+    "sliding": {"sliding_window": 9},
+    "mixed": {"sliding_window": 9, "layer_types": (SLIDING, FULL)},
+    "v1": toys.V1,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_at_or_after_the_anchor_reaches_its_block(variant):
+    step = toys.toy_step(**VARIANTS[variant])
+    example = toys.document(40)
+    anchors = [[10, 13, 30]]
+    batch = toys.batch_of([[example]], anchors, block_size=8)
+    features = toys.random_features(batch)
+
+    def hidden(first: int, last: int):
+        changed = features.features_BTF.clone()
+        changed[:, first:last] += 1.0
+        return toys.slot_hidden(step, batch, TargetFeatures(changed))[0]
+
+    plain = toys.slot_hidden(step, batch, features)[0]
+    assert torch.equal(hidden(10, 40)[0], plain[0])  # at and after the anchor
+    assert not torch.allclose(hidden(9, 10)[0], plain[0], atol=1e-3)  # just before it
+    assert torch.equal(hidden(13, 40)[1], plain[1])
+    assert not torch.allclose(hidden(10, 13)[1], plain[1], atol=1e-3)  # 10..12 are context of the block at 13
+    assert torch.equal(hidden(30, 40)[2], plain[2])
+
+    other = toys.document(40)
+    other.token_ids = example.token_ids.copy()
+    other.token_ids[11:13] = 140
+    other.token_ids[14:18] = 141
+    answered = toys.batch_of([[other]], anchors, block_size=8)
+    assert torch.equal(toys.slot_hidden(step, answered, features)[0], plain)  # the ids to be predicted are not read
+
+
+def test_a_window_ends_where_the_rule_says_for_each_slot():
+    W, S = 9, 8
+    step = toys.toy_step(sliding_window=W, num_hidden_layers=1, **toys.V1)
+    batch = toys.batch_of([[toys.document(40)]], [[30]], block_size=S)
+    features = toys.random_features(batch)
+    plain = toys.slot_hidden(step, batch, features)[0, 0]
+    for key in (30 - W, 31 - W, 33 - W):
+        changed = features.features_BTF.clone()
+        changed[:, key] += 5.0
+        moved = (toys.slot_hidden(step, batch, TargetFeatures(changed))[0, 0] - plain).abs().amax(-1) > 0
+        assert moved.nonzero().flatten().tolist() == [s for s in range(S) if 30 + s - key < W], key
+
+
+# --- packing and batching -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_packed_row_is_its_documents(variant, window):
+    target = toys.toy_target(window=window)
+    documents = [toys.document(n, slice(4, None), name=str(n), seed=n) for n in (17, 11, 23)]
+    anchors = [[5, 9, 15], [4, 9], [6, 12, 20]]
+    together = toys.toy_step(target, **VARIANTS[variant])
+    alone = toys.toy_step(target, **VARIANTS[variant])
+    starts = np.cumsum([0, 17, 11])
+    packed = toys.batch_of(
+        [documents],
+        [np.concatenate([np.array(a) + s for a, s in zip(anchors, starts, strict=True)])],
+        block_size=8,
+        length=60,
+    )
+    features = target.read(packed)
+    whole = together(packed, features, toys.weight_of(packed))
+    whole.loss.backward()
+    separate = [toys.batch_of([[d]], [a], block_size=8) for d, a in zip(documents, anchors, strict=True)]
+    total = toys.weight_of(*separate)
+    sums: dict[str, torch.Tensor] = {}
+    for batch, d, start in zip(separate, documents, starts, strict=True):
+        read = target.read(batch)
+        torch.testing.assert_close(
+            read.features_BTF[0],
+            features.features_BTF[0, start : start + len(d.token_ids)],
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        report = alone(batch, read, total)
+        report.loss.backward()
+        for name, value in report.sums.items():
+            sums[name] = sums.get(name, 0) + value
+    assert float(total) == pytest.approx(packed.weight)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(value, sums[name], rtol=1e-4, atol=1e-5, msg=name)
+    expected = toys.gradients(alone)
+    for name, value in toys.gradients(together).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_target_reads_packed_documents_apart(attention):
+    target = toys.toy_target(attention=attention)
+    a, b = toys.document(9, seed=1), toys.document(12, seed=2)
+    together = target.read(toys.batch_of([[a, b]], [[]], block_size=4, length=25)).features_BTF
+    for example, at in ((a, 0), (b, 9)):
+        alone = target.read(toys.batch_of([[example]], [[]], block_size=4)).features_BTF
+        torch.testing.assert_close(together[0, at : at + len(example.token_ids)], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_is_its_rows():
+    step = toys.toy_step(toys.toy_target(), sliding_window=9)
+    documents = [toys.document(n, slice(3, None), seed=n) for n in (12, 30, 21)]
+    anchors = [[4, 7], [5, 17, 28], [10]]
+    batch = toys.batch_of([[d] for d in documents], anchors, block_size=8)
+    features = step.target.read(batch)
+    hidden = toys.slot_hidden(step, batch, features)
+    report = step(batch, features, torch.tensor(1.0))
+    loss = 0.0
+    for i, (d, a) in enumerate(zip(documents, anchors, strict=True)):
+        row = toys.batch_of([[d]], [a], block_size=8)
+        read = step.target.read(row)
+        torch.testing.assert_close(hidden[i, : len(a)], toys.slot_hidden(step, row, read)[0], rtol=1e-4, atol=1e-4)
+        loss += step(row, read, torch.tensor(1.0)).loss.item()
+    assert report.loss.item() == pytest.approx(loss, rel=1e-5)

@@ -1,0 +1,329 @@
+"""Export: what is written, what is refused, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
+from dflash_train.export import (
+    CardFacts,
+    check_output,
+    load_drafter_folder,
+    model_card,
+    public_name,
+    write_export,
+)
+from dflash_train.types import TargetInfo
+
+SPEC = DrafterSpec(
+    block_size=8, mask_token_id=150, target_layer_ids=(0, 2), num_hidden_layers=2, hidden_size=64, vocab_size=160,
+    intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=512, sliding_window=32, layer_types=(SLIDING, SLIDING), is_causal=False, conv_kernel_size=2,
+    conv_group_size=16, selector_rank=8, selector_top_k=4, output_multiplier=1.0, final_logit_softcapping=None,
+    input_embedding_scale=1.0, num_target_layers=5,
+)  # fmt: skip
+TARGET = TargetInfo(
+    path="acme/tiny", revision="abc", model_type="qwen3", num_layers=5, hidden_size=64, vocab_size=160,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_ids=[2, 3], pad_token_id=0,
+    output_multiplier=1.0, final_logit_softcapping=None, input_embedding_scale=1.0,
+)  # fmt: skip
+CARD = CardFacts(name="acme/tiny-dflash2", base_model="acme/tiny", license="apache-2.0", provenance={"git": "deadbeef"})
+
+
+def random_state(spec: DrafterSpec = SPEC) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {n: torch.randn(s, generator=g) for n, s in tensor_shapes(spec).items()}
+
+
+def export(output, state=None, spec=SPEC, dtype=torch.bfloat16, tokenizer_dir=None, card=CARD, target=TARGET):
+    state = random_state(spec) if state is None else state
+    return write_export(
+        output, state=state, spec=spec, target=target, dtype=dtype, tokenizer_dir=tokenizer_dir, card=card
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "spec", [SPEC, replace(SPEC, conv_kernel_size=0, selector_rank=0, sliding_window=None, layer_types=(FULL, FULL))]
+)
+def test_round_trip(tmp_path, dtype, spec):
+    state = random_state(spec)
+    folder = export(tmp_path / "out", state, spec, dtype)
+    loaded, tensors, config = load_drafter_folder(folder)
+    # a DFlash v1 config does not carry the settings of the parts it lacks
+    assert loaded == (spec if spec.conv_kernel_size else replace(spec, selector_top_k=16))
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    assert list(tensors) == list(tensor_shapes(spec))
+    for name, tensor in tensors.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, state[name].to(dtype)), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_config_contract(tmp_path):
+    config = json.loads((export(tmp_path / "out") / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    assert config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {
+        "block_size": 8, "mask_token_id": 150, "target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 8, "selector_top_k": 4,
+    }  # fmt: skip
+    assert config["block_size"] == 8
+    assert config["num_target_layers"] == 5
+    assert config["layer_types"] == [SLIDING, SLIDING]
+    assert (config["sliding_window"], config["use_sliding_window"]) == (32, True)
+    assert config["is_causal"] is False
+    assert config["rope_parameters"] == {"rope_theta": 1e4, "rope_type": "default"}
+    assert config["dtype"] == "bfloat16"
+    assert config["attention_bias"] is False
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 0)
+    assert "transformers_version" in config
+    assert "auto_map" not in config
+
+
+def test_all_full_has_no_window(tmp_path):
+    config = json.loads(
+        (
+            export(tmp_path / "o", spec=replace(SPEC, sliding_window=None, layer_types=(FULL, FULL))) / "config.json"
+        ).read_text()
+    )
+    assert (config["sliding_window"], config["use_sliding_window"], config["layer_types"]) == (
+        None,
+        False,
+        [FULL, FULL],
+    )
+
+
+def test_tensor_file_contract(tmp_path):
+    path = export(tmp_path / "out") / "model.safetensors"
+    with safe_open(path, "pt") as f:
+        assert f.metadata() == {"format": "pt"}
+        names = set(f.keys())
+        assert {f.get_slice(n).get_dtype() for n in names} == {"BF16"}
+    assert path.stat().st_mode == (path.parent / "config.json").stat().st_mode
+    assert names == set(tensor_shapes(SPEC))
+    assert {"candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"} <= names
+    assert not [
+        n for n in names if "embed_tokens" in n or "lm_head" in n or n.startswith("module.") or "_orig_mod" in n
+    ]
+
+
+def test_wrapper_prefixes_are_stripped(tmp_path):
+    state = random_state()
+    wrapped = {"module._orig_mod." + n.replace("layers.1.", "layers.1._orig_mod."): t for n, t in state.items()}
+    _, tensors, _ = load_drafter_folder(export(tmp_path / "out", wrapped, dtype=torch.float32))
+    assert all(torch.equal(tensors[n], state[n]) for n in state)
+
+
+def break_state(state, how):
+    if how == "missing":
+        del state["layers.1.mlp_conv.base_kernel"]
+    elif how == "unexpected":
+        state["lm_head.weight"] = torch.zeros(160, 64)
+    elif how == "codebook":
+        state["candidate_selector.successor_codebook.weight"] = state.pop("candidate_selector.successor_codebook")
+    elif how == "shape":
+        state["fc.weight"] = torch.zeros(64, 64)
+    elif how == "nan":
+        state["norm.weight"][3] = float("nan")
+    else:
+        state["module.fc.weight"] = state["fc.weight"]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "layers.1.mlp_conv.base_kernel: missing"), ("unexpected", "lm_head.weight: unexpected"),
+        ("codebook", "rename it to candidate_selector.successor_codebook"), ("shape", "fc.weight: shape"),
+        ("nan", "norm.weight: has NaN"), ("twice", "fc.weight: given twice"),
+    ],
+)  # fmt: skip
+def test_bad_tensors_are_refused_and_leave_nothing(tmp_path, how, message):
+    state = random_state()
+    break_state(state, how)
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "out", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_target_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_target_layers = 5"):
+        export(tmp_path / "out", target=replace(TARGET, num_layers=6))
+
+
+def test_replaces_only_an_earlier_export(tmp_path):
+    out = tmp_path / "out"
+    export(out)
+    state = random_state()
+    state["norm.weight"] += 1
+    export(out, state, dtype=torch.float32)
+    assert torch.equal(load_drafter_folder(out)[1]["norm.weight"], state["norm.weight"])
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+    (out / "drafter.gguf").write_text("mine")
+    with pytest.raises(ValueError, match="drafter.gguf"):
+        export(out)
+    assert (out / "drafter.gguf").read_text() == "mine"
+
+    other = tmp_path / "other"
+    other.mkdir()
+    export(other)  # an empty folder is fine
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match="not an earlier export"):
+        check_output(tmp_path / "notes")
+    with pytest.raises(ValueError, match="is a file"):
+        export(tmp_path / "notes" / "a.txt")
+
+
+def test_failed_replacement_keeps_the_old_export(tmp_path, monkeypatch):
+    out = export(tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("dflash_train.export.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export(out)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_tokenizer_files_go_along(tmp_path):
+    source = tmp_path / "target"
+    source.mkdir()
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "config.json",
+        "model.safetensors",
+        "evil.py",
+    ):
+        (source / name).write_text("{}")
+    out = export(tmp_path / "out", tokenizer_dir=source)
+    names = {p.name for p in out.iterdir()}
+    assert names == {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "config.json", "model.safetensors",
+        "README.md", "dflash_train.json",
+    }  # fmt: skip
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_record(tmp_path):
+    card = replace(CARD, tau={"math": {"value": 3.5, "rounds": 10, "tokens": 35}}, walk_tau=3.6)
+    local = tmp_path / "home" / "my-target"
+    local.mkdir(parents=True)
+    out = export(tmp_path / "out", card=card, target=replace(TARGET, path=str(local)))
+    record = json.loads((out / "dflash_train.json").read_text())
+    assert record["spec"]["target_layer_ids"] == [0, 2]
+    assert record["target"] == {
+        "name": "my-target", "revision": "abc", "model_type": "qwen3", "num_layers": 5, "hidden_size": 64, "vocab_size": 160,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert record["tau"]["math"]["rounds"] == 10
+    assert record["provenance"] == {"git": "deadbeef"}
+    assert str(tmp_path) not in (out / "README.md").read_text() + (out / "dflash_train.json").read_text()
+
+
+def test_card():
+    text = model_card(
+        SPEC,
+        replace(
+            CARD,
+            tau={
+                "math": {"value": 3.5, "rounds": 10, "tokens": 35},
+                "chat": {"value": 2.0, "rounds": 20, "tokens": 40},
+            },
+            walk_tau=2.6,
+        ),
+    )
+    assert text.startswith("---\nbase_model: acme/tiny\nlicense: apache-2.0\n")
+    for line in (
+        "--speculative-num-draft-tokens 8", '"num_speculative_tokens": 7', "max_draft_len=7", "max_draft_len: 7",
+        "--spec-draft-n-max 7", "--spec-type draft-dflash", "--target-model-dir", "draft_num_predict 7", "--block-size 5",
+        "0.5.19", "0.28.0", "1.3.0rc28", "| math | 3.50 | 10 | 35 |", "| pooled | 2.50 | 30 | 75 |", "2.60",
+        "would load a plain Qwen3 and drop the draft tensors", "shared from the target",
+    ):  # fmt: skip
+        assert line in text, line
+    assert "Not measured yet." in model_card(SPEC, CARD)
+    assert "--spec-draft-n-max 15" in model_card(replace(SPEC, block_size=16), CARD)
+    v1 = model_card(replace(SPEC, conv_kernel_size=0, selector_rank=0), CARD)
+    assert "A DFlash drafter" in v1 and "DFlash2DraftModel" not in v1
+
+
+def test_public_name(tmp_path):
+    assert public_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    assert public_name(str(tmp_path / "x" / "tiny")) == "tiny"
+
+
+def test_load_sharded(tmp_path):
+    out = export(tmp_path / "out", dtype=torch.float32)
+    tensors = load_file(out / "model.safetensors")
+    (out / "model.safetensors").unlink()
+    names = list(tensors)
+    parts = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, part in parts.items():
+        save_file({n: tensors[n] for n in part}, out / file)
+    index = {"weight_map": {n: file for file, part in parts.items() for n in part}}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(load_drafter_folder(out)[1]) == set(names)
+    (out / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match="b.safetensors"):
+        load_drafter_folder(out)
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "codebook", "shape"])
+def test_load_is_strict(tmp_path, how):
+    out = export(tmp_path / "out", dtype=torch.float32)
+    state = load_file(out / "model.safetensors")
+    break_state(state, how)
+    save_file(state, out / "model.safetensors")
+    with pytest.raises(ValueError, match="missing|unexpected|shape"):
+        load_drafter_folder(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": False}, "use_sliding_window"), ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"), ({"block_size": 16}, "two places"), ({"layer_types": [SLIDING]}, "layer_types"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rope"),
+    ],
+)  # fmt: skip
+def test_load_refuses_what_a_spec_cannot_say(tmp_path, change, message):
+    out = export(tmp_path / "out")
+    config = json.loads((out / "config.json").read_text()) | change
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_drafter_folder(out)
+
+
+def test_load_old_full_attention_config(tmp_path):
+    """DFlash v1 files write neither is_causal nor a nested block_size."""
+    out = export(
+        tmp_path / "out",
+        spec=replace(SPEC, conv_kernel_size=0, selector_rank=0, sliding_window=None, layer_types=(FULL, FULL)),
+    )
+    config = json.loads((out / "config.json").read_text())
+    del config["is_causal"], config["dflash_config"]["block_size"]
+    (out / "config.json").write_text(json.dumps(config))
+    spec = load_drafter_folder(out)[0]
+    assert (spec.is_causal, spec.block_size) == (False, 8)
+
+
+def test_load_without_files(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_drafter_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_drafter_folder(tmp_path)
