@@ -90,13 +90,7 @@ class Facts:
             defaults = {"num_target_layers": 0, "is_causal": False, "rope_parameters": rope}
             known = {k: v for k, v in normalised(c).items() if v is not None or k not in defaults}
             block = {k: v for k, v in {**c, **self.nested}.items() if v is not None}
-            whole = {
-                **defaults,
-                **known,
-                "rope_parameters": rope,
-                "layer_types": self.kinds,
-                "dflash_config": block,
-            }
+            whole = {**defaults, **known, "rope_parameters": rope, "layer_types": self.kinds, "dflash_config": block}
             self.spec: DrafterSpec | None = from_hf_config(whole)
             self.expected = tensor_shapes(self.spec) if self.headers else {}
             self.spec_error = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_train.drafter.spec import DrafterSpec
@@ -67,7 +70,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    return TrainState(**json.loads((checkpoint / "state.json").read_text()))
+    return _readable(checkpoint / "state.json", lambda path: TrainState(**json.loads(path.read_text())))
+
+
+def _readable(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: damaged ({str(error).splitlines()[0]}); delete that checkpoint's folder to go on from the one before it"
+        ) from error
 
 
 def load_checkpoint(
@@ -86,6 +98,8 @@ def load_checkpoint(
             + "; ".join(differ)
             + ". Change the recipe back, or train in another output_dir"
         )
-    drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
-    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    drafter.load_state_dict(_readable(checkpoint / "model.safetensors", load_file))
+    optimizer.load_state_dict(
+        _readable(checkpoint / "optimizer.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
+    )
     return state

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from dflash_train import ranks
 from dflash_train.config.load import parse, parser, run_command
 from dflash_train.config.schema import EvaluateConfig
 from dflash_train.data.blocks import legal_anchors
@@ -86,8 +87,9 @@ def accepted_at_anchors(
             [[example]], T, [anchors[some]], num_blocks=blocks_at_once, decay_S=decay_S, slots=[slots[some]]
         )
         batch = move(batch, device)
-        with torch.autocast(device.type, step.dtype, enabled=step.dtype is not torch.float32):
-            scores = step.score(batch, features)
+        with step.autocast():
+            # Every document has its own length: the dense kernel needs no compilation for each.
+            scores = step.score(batch, features, flex=False)
         for kept, hits in ((path, scores["hit_M"]), (base, scores["base_hit_M"])):
             correct = scatter_slots(hits, batch.blocks)
             kept.append(leading_hits(correct, batch.blocks.supervised_BNS)[0, : len(anchors[some])].cpu().numpy())
@@ -111,24 +113,28 @@ def walk_rounds(anchors: np.ndarray, accepted: np.ndarray) -> list[int]:
 
 
 def teacher_forced(step: DraftStep, examples: list[TokenizedExample]) -> dict[str, Any]:
-    """Held-out walk and uniform-anchor acceptance, per domain and pooled, of the selector's path and of the base top-1."""
+    """Held-out walk and uniform-anchor acceptance, per domain and pooled, of the selector's path and of the base top-1.
+
+    Ranks share the documents; every rank calls it and gets the whole table.
+    """
     was_training = step.training
     step.eval()
-    tables: dict[str, dict[str, Tau]] = {
-        name: defaultdict(Tau) for name in ("walk_tau", "base_walk_tau", "accept_len", "base_accept_len")
-    }
-    for example in examples:
+    names = ("walk_tau", "base_walk_tau", "accept_len", "base_accept_len")
+    domains = [*sorted({e.domain for e in examples}), "all"]
+    sums = np.zeros((len(names), len(domains), 2))
+    for example in examples[ranks.rank() :: ranks.world_size()]:
         anchors, path, base = accepted_at_anchors(step, example)
-        for prefix, accepted in (("", path), ("base_", base)):
-            for name, rounds in (
-                (f"{prefix}walk_tau", walk_rounds(anchors, accepted)),
-                (f"{prefix}accept_len", (accepted + 1).tolist()),
-            ):
-                for domain in (example.domain, "all"):
-                    tables[name][domain].tokens += int(sum(rounds))
-                    tables[name][domain].rounds += len(rounds)
+        columns = [domains.index(example.domain), len(domains) - 1]
+        for first, accepted in ((0, path), (1, base)):
+            rounds = walk_rounds(anchors, accepted)
+            sums[first, columns] += (sum(rounds), len(rounds))
+            sums[first + 2, columns] += (int(accepted.sum()) + len(accepted), len(accepted))
     step.train(was_training)
-    return {name: {domain: tau.as_dict() for domain, tau in sorted(table.items())} for name, table in tables.items()}
+    pooled = ranks.sum_over_ranks(torch.from_numpy(sums).to(step.target.device)).tolist()
+    return {
+        name: {d: Tau(tokens=int(t), rounds=int(r)).as_dict() for d, (t, r) in zip(domains, table, strict=True)}
+        for name, table in zip(names, pooled, strict=True)
+    }
 
 
 # --- real decoding ----------------------------------------------------------------------------------------------
@@ -187,7 +193,8 @@ def speculative_decode(
     answer, rounds = [int(logits[0, -1].argmax())], []
     while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
         S = min(K, max_new_tokens - len(answer) + 1)
-        session.extend(features.features_BTF.to(step.dtype))
+        with step.autocast():
+            session.extend(features.features_BTF.to(step.dtype))
         draft = _propose(step, session, answer[-1], S)
         logits, features = target.step(torch.cat([draft.new_tensor([answer[-1]]), draft])[None], cache)
         truth = logits[0].argmax(-1)
@@ -215,7 +222,7 @@ def _propose(step: DraftStep, session: DraftSession, anchor: int, slots: int) ->
     spec, device = step.drafter.spec, step.target.device
     ids = torch.full((1, slots), spec.mask_token_id, device=device)
     ids[0, 0] = anchor
-    with torch.autocast(device.type, step.dtype, enabled=step.dtype is not torch.float32):
+    with step.autocast():
         hidden_SH = session.hidden(step.embed(ids))[0, 1:]
         raw = hidden_SH @ step.target.head_VH.to(hidden_SH.dtype).T
         selector = step.drafter.candidate_selector
@@ -227,12 +234,18 @@ def _propose(step: DraftStep, session: DraftSession, anchor: int, slots: int) ->
 
 
 @torch.inference_mode()
-def near_tie_gap(target: HFTarget, prompt_ids: list[int], plain: list[int], other: list[int]) -> float:
-    """Gap between the target's two best logits where two greedy answers first differ (recomputed without a cache)."""
+def is_near_tie(
+    target: HFTarget, prompt_ids: list[int], plain: list[int], other: list[int], bound: float | None
+) -> bool:
+    """Whether two greedy answers part where the target itself is undecided: its two best logits (recomputed without a cache) lie
+    closer than `bound`; None is 1e-4 in fp32, and two units in the last place of the larger logit in 16-bit formats."""
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     ids = torch.tensor([prompt_ids + plain[:at]], device=target.device)
-    best = target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2).values
-    return float(best[0] - best[1])
+    logits = target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+    best = logits.float().topk(2).values
+    if bound is None:
+        bound = 1e-4 if logits.dtype is torch.float32 else 2 * torch.finfo(logits.dtype).eps * float(best[0].abs())
+    return float(best[0] - best[1]) <= bound
 
 
 @dataclass(kw_only=True)
@@ -267,7 +280,7 @@ def decode_report(
         seconds["speculative"] += fast.seconds
         if fast.token_ids == plain.token_ids:
             counts["identical"] += 1
-        elif near_tie_gap(target, prompt.token_ids, plain.token_ids, fast.token_ids) < config.near_tie:
+        elif is_near_tie(target, prompt.token_ids, plain.token_ids, fast.token_ids, config.near_tie):
             counts["near_ties"] += 1
         else:
             counts["different"] += 1

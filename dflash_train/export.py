@@ -83,11 +83,7 @@ def write_export(
     tensors = _export_tensors(state, spec, dtype)
     eos = target.eos_token_ids[0] if target.eos_token_ids else None
     config = to_hf_config(
-        spec,
-        dtype=str(dtype).removeprefix("torch."),
-        bos=target.bos_token_id,
-        eos=eos,
-        pad=target.pad_token_id,
+        spec, dtype=str(dtype).removeprefix("torch."), bos=target.bos_token_id, eos=eos, pad=target.pad_token_id
     )
     config["transformers_version"] = version("transformers")
     target_name = public_name(target.path)

@@ -29,19 +29,25 @@ class DraftStep(nn.Module):
         self.objective, self.flex, self.dtype = objective, flex, dtype
         object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
 
+    def autocast(self) -> torch.autocast:
+        """The drafter's compute format over its fp32 weights. The target is never run inside: it has its own."""
+        return torch.autocast(self.target.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's raw token embedding, scaled, in the drafter's compute dtype."""
         return (self.target.embed(token_ids) * self.drafter.spec.input_embedding_scale).to(self.dtype)
 
-    def score(self, batch: PackedBatch, features: TargetFeatures) -> dict[str, torch.Tensor]:
-        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage. `labels_M`, `weights_M` with them."""
+    def score(
+        self, batch: PackedBatch, features: TargetFeatures, *, flex: bool | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage. `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
         spec, blocks = self.drafter.spec, batch.blocks
         hidden_BQH = self.drafter(
             features.features_BTF.to(self.dtype),
             batch.position_ids_BT,
             self.embed(block_token_ids(blocks, spec.mask_token_id)),
             block_positions(blocks, batch.position_ids_BT, spec.block_size),
-            self.drafter.masks(blocks, batch.document_ids_BT, flex=self.flex),
+            self.drafter.masks(blocks, batch.document_ids_BT, flex=self.flex if flex is None else flex),
         )
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]

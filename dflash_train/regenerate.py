@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,8 +31,6 @@ from dflash_train.data.read import read_conversations
 from dflash_train.target.cache import make_cache
 from dflash_train.target.hf import load_model
 from dflash_train.types import Conversation
-
-logger = logging.getLogger(__name__)
 
 # Written anew for each row; whatever an input row says about them belongs to the answers that are replaced.
 REPLACED = {"turn_ids", "generator", "finish_reason"}
@@ -87,7 +85,11 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
     output.parent.mkdir(parents=True, exist_ok=True)
     done = _repair_and_read(output, generator)
     pending = [conversation for conversation in conversations if conversation.id not in done]
-    logger.info("%s\n%d of them are already in %s", kept.table(), len(conversations) - len(pending), output)
+    print(
+        f"prompts: {kept.table()}\n{len(conversations) - len(pending)} of them are already in {output}",
+        file=sys.stderr,
+        flush=True,
+    )
 
     notes: Counter[str] = Counter()
     failed_path, failed, written, tokens = Path(f"{output}.failed.jsonl"), 0, 0, 0
@@ -211,11 +213,7 @@ def _answer_batch(
             text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             work.messages.append({"role": "assistant", "content": text})
             work.turns.append(
-                {
-                    "prompt_ids": work.prompt,
-                    "response_ids": answer.token_ids,
-                    "finish_reason": answer.finish_reason,
-                }
+                {"prompt_ids": work.prompt, "response_ids": answer.token_ids, "finish_reason": answer.finish_reason}
             )
             old = work.rest.pop(0)
             if work.rest and answer.finish_reason == "length":
@@ -307,7 +305,7 @@ def _repair_and_read(output: Path, generator: dict[str, Any]) -> set[str]:
                 )
             done.add(row_id)
     if end < output.stat().st_size:
-        logger.warning("%s: cut off a half-written last line", output)
+        print(f"{output}: cut off a half-written last line", file=sys.stderr)
         with output.open("r+b") as stream:
             stream.truncate(end)
     return done
@@ -354,12 +352,7 @@ def embedded_generate(recipe: Recipe, target: str, tokenizer: Any) -> Generate:
     def generate(requests: list[Request]) -> list[Answer]:
         try:
             return decode(
-                model,
-                requests,
-                stop_ids,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
+                model, requests, stop_ids, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
             )
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def _start_wandb(recipe: Recipe) -> Any:
     import wandb
 
     if mode is WandbMode.auto:
-        if not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False)):
             print(
                 "track: wandb_project is set but you are not logged in (wandb login); metrics go to metrics.jsonl only",
                 flush=True,
@@ -54,7 +55,7 @@ def _start_wandb(recipe: Recipe) -> Any:
     folder = Path(recipe.output_dir)
     mark = folder / "wandb_id"
     if not mark.exists():
-        mark.write_text(wandb.util.generate_id())
+        mark.write_text(uuid.uuid4().hex[:8])
     return wandb.init(
         project=recipe.track.wandb_project or "dflash-train",
         name=recipe.track.wandb_name or folder.name,

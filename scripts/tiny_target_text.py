@@ -991,11 +991,7 @@ def _strings(rng):
         r = w[::-1]
         return _turn(
             rng,
-            [
-                'Reverse the word "{w}".',
-                'How do you spell "{w}" backwards?',
-                "Write the word {w} in reverse order.",
-            ],
+            ['Reverse the word "{w}".', 'How do you spell "{w}" backwards?', "Write the word {w} in reverse order."],
             [
                 'The letters of "{w}" are {sp}. Read from the end, they are {rp}. So the reversed word is "{r}".',
                 'First spell the word: {sp}. Then take the letters from last to first: {rp}. Backwards it is "{r}".',
@@ -1046,10 +1042,7 @@ def _strings(rng):
         flags = ", ".join(f"{y} yes" if y == x else f"{y} no" for y in w)
         return _turn(
             rng,
-            [
-                'How many times does the letter "{x}" occur in "{w}"?',
-                'Count the letter "{x}" in the word "{w}".',
-            ],
+            ['How many times does the letter "{x}" occur in "{w}"?', 'Count the letter "{x}" in the word "{w}".'],
             [
                 'We look at each letter of "{w}": {flags}. The number of times that "{x}" occurs is {n}.',
                 'Go through "{w}" letter by letter: {flags}. Counting the letter "{x}" gives {n}.',
@@ -1174,11 +1167,7 @@ def _strings(rng):
         rev = ", ".join(reversed(ws))
         return _turn(
             rng,
-            [
-                "Reverse the list {ws}.",
-                "Write these words in the opposite order: {ws}.",
-                "Turn the list {ws} around.",
-            ],
+            ["Reverse the list {ws}.", "Write these words in the opposite order: {ws}.", "Turn the list {ws} around."],
             [
                 'The last word is "{z}", so it comes first now, and "{f}" goes to the end. The reversed list is {r}.',
                 'We start at the end with "{z}" and go back to "{f}". In the opposite order the list is {r}.',
@@ -1193,11 +1182,7 @@ def _strings(rng):
         vowels = [x for x in w if x in "aeiou"]
         return _turn(
             rng,
-            [
-                'Which vowels are in the word "{w}"?',
-                'Count the vowels in "{w}".',
-                "How many vowels does {w} have?",
-            ],
+            ['Which vowels are in the word "{w}"?', 'Count the vowels in "{w}".', "How many vowels does {w} have?"],
             [
                 'The letters of "{w}" are {sp}. The vowels among them are {lst}. So the number of vowels is {n}.',
                 "We spell the word: {sp}. Now we keep only a, e, i, o and u, which gives {lst}. The vowel count "
@@ -1233,11 +1218,7 @@ def _strings(rng):
         steps.append(f"with {x} it is {best}")
     return _turn(
         rng,
-        [
-            "What is the {e} number in {nums}?",
-            "Find the {e} of these numbers: {nums}.",
-            "Which of {nums} is the {e}?",
-        ],
+        ["What is the {e} number in {nums}?", "Find the {e} of these numbers: {nums}.", "Which of {nums} is the {e}?"],
         [
             "We start with {f} and look at the others: {steps}. So the {e} number is {r}.",
             "Keep the {e} number seen so far. At first it is {f}, {steps}. The answer is {r}.",

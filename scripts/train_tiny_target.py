@@ -502,6 +502,7 @@ def main(argv=None) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="generator processes")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--measure-only", action="store_true", help="measure the model in --out again")
     args = parser.parse_args(argv)
     p = dict(PRESETS[args.preset])
     for name in ("seconds", "batch_tokens", "conversations", "lr"):
@@ -510,6 +511,9 @@ def main(argv=None) -> None:
     args.seconds = p["seconds"]
     begin = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.measure_only:
+        measure(args.out, p["eval_per_domain"], device, p["batch_tokens"])
+        return
     torch.set_float32_matmul_precision("high")
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -537,34 +541,34 @@ def main(argv=None) -> None:
     batches = Batches(*data, p["batch_tokens"], device, args.seed)
     figures = train(model, batches, args, p, device)
     save(model, tokenizer, args.out)
-    began_eval = time.perf_counter()
-    measured, samples = evaluate(args.out, p["eval_per_domain"], device, p["batch_tokens"])
     # The command names the output folder only, not the place where it happened to be.
     words = sys.argv[1:] if argv is None else list(argv)
     words = [Path(w).name if w == str(args.out) else w for w in words]
-    figures.update(
-        measured,
-        parameters=parameters,
-        conversations=len(data[2]),
-        data_tokens=len(data[0]),
-        config=p,
-        prepare_seconds=round(prepared, 1),
-        eval_seconds=round(time.perf_counter() - began_eval, 1),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        device=torch.cuda.get_device_name() if device.type == "cuda" else "a CPU",
-        command="python scripts/train_tiny_target.py " + shlex.join(words),
-    )
+    figures |= {
+        "parameters": parameters,
+        "conversations": len(data[2]),
+        "data_tokens": len(data[0]),
+        "config": p,
+        "prepare_seconds": round(prepared, 1),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "a CPU",
+        "command": "python scripts/train_tiny_target.py " + shlex.join(words),
+    }
     (args.out / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (args.out / "README.md").write_text(model_card(figures), encoding="utf-8")
-    shown = {d: 0 for d in DOMAINS}
-    for s in samples:
-        if shown[s["domain"]] < 2 or (not s["correct"] and shown[s["domain"]] < 5):
-            shown[s["domain"]] += 1
-            print(f"\n[{s['domain']}] correct={s['correct']}\n  prompt: {s['prompt']}")
-            print(f"  answer: {s['answer']}")
-    print(json.dumps(measured, indent=1))
-    print(f"all done in {time.perf_counter() - begin:.0f} s", flush=True)
+    measure(args.out, p["eval_per_domain"], device, p["batch_tokens"])
+
+
+def measure(out: Path, per_domain: int, device: torch.device, batch_tokens: int) -> None:
+    """Answer held-out prompts with the saved model; add the figures to training.json and write the card."""
+    figures = json.loads((out / "training.json").read_text())
+    measured, samples = evaluate(out, per_domain, device, batch_tokens)
+    figures |= measured
+    (out / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (out / "README.md").write_text(model_card(figures), encoding="utf-8")
+    for s in [s for s in samples if not s["correct"]][:10]:
+        print(f"\n[{s['domain']}] wrong\n  prompt: {s['prompt']}\n  answer: {s['answer']}")
+    print(json.dumps(measured, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,7 @@ from dflash_train.target.info import rope_theta
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo, TokenizedExample
 
 VOCAB, HIDDEN, LAYERS, MASK = 160, 64, 5, 155
-SPECIALS = [
-    "<pad>",
-    "<bos>",
-    "<eos>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<|spare0|>",
-    "<|spare1|>",
-]
+SPECIALS = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|spare0|>", "<|spare1|>"]
 TEMPLATE = """{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor -%}
 {% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
 
@@ -48,11 +38,7 @@ TEMPLATE = """{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <
 
 def toy_config(*, tied: bool = False, window: int | None = None, **more) -> Qwen3Config:
     kinds = (
-        {
-            "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
-            "sliding_window": window,
-            "use_sliding_window": True,
-        }
+        {"layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING], "sliding_window": window, "use_sliding_window": True}
         if window
         else {}
     )
@@ -365,11 +351,7 @@ def train_steps(
     """
     config = OptimizerConfig(lr=lr, eps=eps, max_grad_norm=0.5)
     engine = TorchEngine(
-        step,
-        build_optimizer(step.drafter, config),
-        EngineConfig(),
-        dtype=torch.float32,
-        max_grad_norm=config.max_grad_norm,
+        step, build_optimizer(step.drafter, config), EngineConfig(), max_grad_norm=config.max_grad_norm
     )
     logged, window = [], MetricWindow()
     for n in range(count):
@@ -392,12 +374,7 @@ def stream_of(
     block_size: int = 8,
     **more,
 ) -> RowStream:
-    fields = {
-        "row_length": max(len(e.token_ids) for e in examples),
-        "num_anchors": 6,
-        "seed": 0,
-        "pack": False,
-    } | more
+    fields = {"row_length": max(len(e.token_ids) for e in examples), "num_anchors": 6, "seed": 0, "pack": False} | more
     return RowStream(
         examples,
         StreamConfig(

@@ -14,6 +14,10 @@ def resolve(path: str, kind: str) -> str:
     """
     if path != "embedded":
         return path
+    if kind not in EMBEDDED:
+        raise ValueError(
+            f"data.{kind}: the package has no embedded {kind} file; give a path (regenerate.output wrote one)"
+        )
     place = Path(__file__).parent / EMBEDDED[kind]
     if not place.exists():
         raise ValueError(f"the package has no embedded {kind} ({place} is missing); reinstall it or give a path")

@@ -259,9 +259,10 @@ class EvaluateConfig:
     decode: bool = knob(True, "Real speculative decoding with the frozen target, besides the teacher-forced metrics.")
     max_prompts: int | None = knob(None, "Held-out prompts per domain; null: all.")
     max_new_tokens: int = knob(256, "Decoded tokens per prompt at most.")
-    near_tie: float = knob(
-        1e-4,
-        "A first differing token whose two best target logits lie closer than this counts as a tie, not as a loss.",
+    near_tie: float | None = knob(
+        None,
+        """A first differing token whose two best target logits lie closer than this counts as a tie, not as a loss.
+        Null: 1e-4 for a float32 target; for bfloat16 and float16 two units in the last place of the larger logit.""",
     )
 
 

@@ -52,7 +52,13 @@ def load_tokenizer(
     Raises ValueError when there is no chat template, when the file does not exist, or when the tokenizer
     gives no offsets.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"target.path = {path}: no usable tokenizer ({str(error).splitlines()[0]}); "
+            "give a local folder or a Hub id, with target.revision if needed"
+        ) from error
     if chat_template is not None:
         if not Path(chat_template).is_file():
             raise ValueError(f"data.chat_template {chat_template} does not exist; give the path of a Jinja file")
@@ -75,12 +81,7 @@ def template_hash(tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> str:
 
 
 def render(
-    messages: list[Message],
-    tokenizer: Any,
-    *,
-    tools: list[Any] | None,
-    kwargs: dict[str, Any],
-    generation: bool,
+    messages: list[Message], tokenizer: Any, *, tools: list[Any] | None, kwargs: dict[str, Any], generation: bool
 ) -> str:
     """The template's text of `messages`, with the generation prompt if asked for."""
     return tokenizer.apply_chat_template(

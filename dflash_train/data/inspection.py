@@ -34,7 +34,7 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
         recipe.target.trust_remote_code,
         data.chat_template,
     )
-    conversations, kept = read_conversations(data.train, limit=data.limit)
+    conversations, kept = read_conversations([resolve(path, "train") for path in data.train], limit=data.limit)
     examples = tokenize_all(
         conversations,
         tokenizer,
@@ -72,14 +72,8 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
         "generators": generators,
     }
     template = template_hash(tokenizer, dict(data.chat_template_kwargs))
-    print(
-        f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering",
-        file=out,
-    )
-    print(
-        f"{len(examples)} examples, {tokens} tokens, supervised {supervised} ({report['ratio']:.1%})",
-        file=out,
-    )
+    print(f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering", file=out)
+    print(f"{len(examples)} examples, {tokens} tokens, supervised {supervised} ({report['ratio']:.1%})", file=out)
     print(f"domains {domains}; answers by {generators}", file=out)
     if clashes is not None:
         print(f"drafter.mask_token_id {mask_id} occurs {clashes} times in the data", file=out)

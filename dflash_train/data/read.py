@@ -176,10 +176,7 @@ def _conversation(row: dict[str, Any], source: str, need_answer: bool) -> Conver
         raise BadRow("bad_tools")
     has_ids = "prompt_ids" in row or "response_ids" in row
     if has_ids:
-        conversation.prompt_ids, conversation.response_ids = (
-            _ids(row, "prompt_ids"),
-            _ids(row, "response_ids"),
-        )
+        conversation.prompt_ids, conversation.response_ids = (_ids(row, "prompt_ids"), _ids(row, "response_ids"))
         if not conversation.response_ids:
             raise BadRow("bad_ids")
     if "turn_ids" in row:

@@ -6,6 +6,7 @@ shares of them. A short last step is filled with empty rows of weight zero, so t
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ class RowStream:
         self.rows_per_epoch = len(self._rows)
         self.steps_per_epoch = math.ceil(self.rows_per_epoch / config.global_batch_size)
         self.tokens_per_epoch = int(self.lengths.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of the documents' ids, tokens and masks, in order."""
+        digest = hashlib.sha256()
+        for e in self.examples:
+            for part in (e.id.encode(), e.token_ids.astype(np.int32).tobytes(), e.supervised.tobytes()):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()[:16]
 
     def _pack_epoch(self, epoch: int) -> list[list[int]]:
         random = np.random.Generator(np.random.Philox(key=[self.config.seed, epoch]))

@@ -14,22 +14,15 @@ from dflash_train.types import LossReport, PackedBatch, TargetFeatures
 
 
 class TorchEngine:
-    """fp32 master weights; compute in `dtype` by autocast. DDP averages over ranks, so the loss is multiplied by their number."""
+    """fp32 master weights; compute in the step's format by autocast. DDP averages over ranks, so the loss is multiplied by their number."""
 
     def __init__(
-        self,
-        step: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: EngineConfig,
-        *,
-        dtype: torch.dtype,
-        max_grad_norm: float,
+        self, step: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, *, max_grad_norm: float
     ):
         if config.kind is EngineKind.single and ranks.world_size() > 1:
             raise ValueError(f"engine.kind = single under {ranks.world_size()} processes: use auto or ddp")
         self.step, self.optimizer, self.max_grad_norm = step, optimizer, max_grad_norm
         self.device = next(step.parameters()).device
-        self.dtype = dtype
         self.parameters = [p for p in step.parameters() if p.requires_grad]
         if ranks.world_size() > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -38,7 +31,7 @@ class TorchEngine:
             self.module = step
 
     def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
+        with self.step.autocast():
             return self.module(batch, features, total_weight)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -185,12 +185,7 @@ def test_the_report_finds_walk_and_decoding_in_agreement_where_a_stop_token_come
 def test_the_report_counts_rounds_and_tokens(overfitted):
     asked = [Prompt(id=str(i), domain="ab"[i % 2], token_ids=r["prompt_ids"]) for i, r in enumerate(overfitted.rows)]
     report = decode_report(overfitted.step, asked, EvaluateConfig(max_new_tokens=28), set())
-    assert (report["prompts"], report["identical"], report["different"], report["walk_agrees"]) == (
-        4,
-        4,
-        0,
-        1.0,
-    )
+    assert (report["prompts"], report["identical"], report["different"], report["walk_agrees"]) == (4, 4, 0, 1.0)
     assert report["tau_all"]["tokens"] == 4 * 27
     assert report["tau_all"]["rounds"] == sum(t["rounds"] for t in report["tau"].values())
     assert report["tau_all"]["value"] == pytest.approx(4 * 27 / report["tau_all"]["rounds"], abs=1e-4)

@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash_train.objective.loss import (
-    candidate_logits,
-    leading_hits,
-    linear_cross_entropy,
-    selector_cross_entropy,
-)
+from dflash_train.objective.loss import candidate_logits, leading_hits, linear_cross_entropy, selector_cross_entropy
 
 M, H, V, K = 11, 24, 50, 8
 TRANSFORMS = [(1.0, None), (0.7, None), (1.0, 4.0), (2.5, 3.0)]

@@ -163,10 +163,7 @@ def test_a_packed_row_is_its_documents(variant, window):
     for batch, d, start in zip(separate, documents, starts, strict=True):
         read = target.read(batch)
         torch.testing.assert_close(
-            read.features_BTF[0],
-            features.features_BTF[0, start : start + len(d.token_ids)],
-            rtol=1e-4,
-            atol=1e-4,
+            read.features_BTF[0], features.features_BTF[0, start : start + len(d.token_ids)], rtol=1e-4, atol=1e-4
         )
         report = alone(batch, read, total)
         report.loss.backward()

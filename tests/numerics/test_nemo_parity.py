@@ -60,10 +60,7 @@ def nemo(step, batch: PackedBatch, features, *, gamma: float, backend: str, pack
     draft = Qwen3DFlash2DraftModel(config).float()
     draft.load_state_dict(step.drafter.state_dict())
     head, embedding = nn.Linear(toys.HIDDEN, toys.VOCAB, bias=False), nn.Embedding(toys.VOCAB, toys.HIDDEN)
-    head.weight, embedding.weight = (
-        nn.Parameter(target.head_VH, False),
-        nn.Parameter(target._embedding, False),
-    )
+    head.weight, embedding.weight = (nn.Parameter(target.head_VH, False), nn.Parameter(target._embedding, False))
     trainer = DFlash2TrainerModule(
         draft,
         head,
@@ -75,10 +72,7 @@ def nemo(step, batch: PackedBatch, features, *, gamma: float, backend: str, pack
         selector_loss_weight=step.objective.selector_loss_weight,
         sliding_window=spec.sliding_window,
     )
-    trainer._sample_anchor_positions = lambda *args, **kwargs: (
-        batch.blocks.anchors_BN,
-        batch.blocks.valid_BN,
-    )
+    trainer._sample_anchor_positions = lambda *args, **kwargs: (batch.blocks.anchors_BN, batch.blocks.valid_BN)
     more = {}
     if packed:
         rows = [[int(n) for n in np.bincount(row[row >= 0])] for row in batch.document_ids_BT.numpy()]
@@ -155,12 +149,7 @@ def test_packed_documents_are_equal():
     ]
     batch = toys.batch_of(rows, [[3, 10, 18, 30], [5, 15, 24, 30]], block_size=4, gamma=4.0)
     compare(
-        covering_step(4, sliding_window=6),
-        batch,
-        toys.random_features(batch),
-        gamma=4.0,
-        backend="eager",
-        packed=True,
+        covering_step(4, sliding_window=6), batch, toys.random_features(batch), gamma=4.0, backend="eager", packed=True
     )
 
 

@@ -25,11 +25,7 @@ def run(micro_batch_size: int, *, rank: int = 0, world_size: int = 1, **spec):
     """5 rows in steps of 4: the second step has one row, so a second rank has only empty rows in it."""
     step = toys.toy_step(**spec)
     logged = toys.train_steps(
-        step,
-        toys.stream_of(rows(), micro_batch_size=micro_batch_size),
-        STEPS,
-        rank=rank,
-        world_size=world_size,
+        step, toys.stream_of(rows(), micro_batch_size=micro_batch_size), STEPS, rank=rank, world_size=world_size
     )
     return logged, {n: p.detach().clone() for n, p in step.drafter.named_parameters()}
 

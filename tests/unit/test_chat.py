@@ -257,9 +257,7 @@ def test_whole_mode_finds_an_earlier_turn_end_that_differs_from_the_last() -> No
 
 
 @pytest.mark.parametrize("mode", list(ReasoningRows))
-def test_a_call_that_the_template_does_not_render_is_not_taken_for_an_empty_answer(
-    mode: ReasoningRows,
-) -> None:
+def test_a_call_that_the_template_does_not_render_is_not_taken_for_an_empty_answer(mode: ReasoningRows) -> None:
     tokenizer, kept = byte_level(CHATML), Kept(kept=1)
     call = {"function": {"name": "get_tide", "arguments": {}}}
     tool = {"role": "tool", "content": "17:42"}
@@ -374,11 +372,7 @@ def test_rows_that_the_template_refuses_are_counted() -> None:
     }
     examples = tokenize_all([bad, row(user("hi"), says("ho"))], tokenizer, kept=kept, **options)
     assert len(examples) == 1
-    assert (kept.kept, kept.dropped, kept.examples) == (
-        1,
-        {"template_error": 1},
-        {"template_error": ["f.jsonl:1"]},
-    )
+    assert (kept.kept, kept.dropped, kept.examples) == (1, {"template_error": 1}, {"template_error": ["f.jsonl:1"]})
 
 
 def test_an_answer_nobody_asked_for_is_context_and_counted() -> None:

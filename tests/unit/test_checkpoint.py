@@ -6,14 +6,7 @@ import pytest
 import torch
 import toys
 
-from dflash_train.checkpoint import (
-    TrainState,
-    checkpoints,
-    identity_of,
-    load_checkpoint,
-    read_state,
-    save_checkpoint,
-)
+from dflash_train.checkpoint import TrainState, checkpoints, identity_of, load_checkpoint, read_state, save_checkpoint
 from dflash_train.config.schema import OptimizerConfig
 from dflash_train.optim import build_optimizer
 
@@ -71,8 +64,7 @@ def test_a_missing_or_new_field_is_a_difference_too(tmp_path):
     less = {k: v for k, v in IDENTITY.items() if k != "rows"}
     for identity in (less, {**IDENTITY, "tokens": 5}):
         with pytest.raises(
-            ValueError,
-            match=r"rows: checkpoint has 7, recipe has None|tokens: checkpoint has None, recipe has 5",
+            ValueError, match=r"rows: checkpoint has 7, recipe has None|tokens: checkpoint has None, recipe has 5"
         ):
             load_checkpoint(path, *trained(), identity)
 

@@ -11,14 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
-from dflash_train.export import (
-    CardFacts,
-    check_output,
-    load_drafter_folder,
-    model_card,
-    public_name,
-    write_export,
-)
+from dflash_train.export import CardFacts, check_output, load_drafter_folder, model_card, public_name, write_export
 from dflash_train.types import TargetInfo
 
 SPEC = DrafterSpec(

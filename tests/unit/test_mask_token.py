@@ -70,11 +70,7 @@ def test_without_spare_tokens_rows_without_a_token_are_offered(tokenizer):
 
 
 def test_a_mask_token_in_the_data_is_refused_with_its_count():
-    rows = [
-        toys.document(10, name="a"),
-        toys.document(10, name="b", seed=1),
-        toys.document(10, name="c", seed=2),
-    ]
+    rows = [toys.document(10, name="a"), toys.document(10, name="b", seed=1), toys.document(10, name="c", seed=2)]
     for row in rows:
         row.token_ids = np.where(row.token_ids == 12, 13, row.token_ids)
     check_mask_absent(12, rows, "w12")

@@ -11,8 +11,7 @@ from dflash_train.objective.loss import decay, default_gamma, transform_logits
 
 
 @pytest.mark.parametrize(
-    ("block_size", "gamma"),
-    [(8, 4.0), (10, 5.0), (16, 7.0), (4, 2.0), (2, 1.0), (9, 4.5), (13, 6.0), (22, 9.0)],
+    ("block_size", "gamma"), [(8, 4.0), (10, 5.0), (16, 7.0), (4, 2.0), (2, 1.0), (9, 4.5), (13, 6.0), (22, 9.0)]
 )
 def test_default_gamma_is_published_at_8_10_16_and_linear_between(block_size, gamma):
     assert default_gamma(block_size) == pytest.approx(gamma)

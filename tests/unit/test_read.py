@@ -29,10 +29,7 @@ def test_rows_with_different_fields_do_not_change_each_other(tmp_path: Path) -> 
             {"id": "a", "messages": [USER, ANSWER], "tools": []},
             {"id": "b", "messages": [USER, ANSWER], "tools": tools, "note": 7},
             {"id": "c", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, ANSWER]},
-            {
-                "id": "d",
-                "messages": [{"role": "user", "content": [{"type": "image", "image": "p.png"}]}, ANSWER],
-            },
+            {"id": "d", "messages": [{"role": "user", "content": [{"type": "image", "image": "p.png"}]}, ANSWER]},
         ],
     )
     conversations, kept = read_conversations([path])

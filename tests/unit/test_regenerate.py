@@ -52,10 +52,7 @@ def make_recipe(target: Path, folder: Path, prompts: list[dict[str, Any]], **opt
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     recipe = Recipe(output_dir=str(folder / "run"))
     recipe.target.path, recipe.track.progress = str(target), False
-    recipe.regenerate.prompts, recipe.regenerate.output = (
-        str(folder / "prompts.jsonl"),
-        str(folder / "out.jsonl"),
-    )
+    recipe.regenerate.prompts, recipe.regenerate.output = (str(folder / "prompts.jsonl"), str(folder / "out.jsonl"))
     recipe.regenerate.max_new_tokens = 8
     for key, value in options.items():
         setattr(recipe.regenerate, key, value)
@@ -180,13 +177,7 @@ def test_an_output_of_another_generator_is_refused_and_both_are_named(target: Pa
 
 def test_a_later_turn_sees_the_new_history(target: Path, tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    messages = [
-        ("system", "be brief"),
-        ("user", "u1"),
-        ("assistant", "OLD1"),
-        ("user", "u2"),
-        ("assistant", "OLD2"),
-    ]
+    messages = [("system", "be brief"), ("user", "u1"), ("assistant", "OLD1"), ("user", "u2"), ("assistant", "OLD2")]
     prompts = [{"id": "m", "tools": tools, "messages": [{"role": role, "content": text} for role, text in messages]}]
     recipe = make_recipe(target, tmp_path, prompts, chat_template_kwargs={"enable_thinking": False})
     tokenizer, seen = make_tokenizer(), []

@@ -68,17 +68,11 @@ def test_layers_in_range_are_accepted_and_set_the_width_of_fc():
 def test_nulls_are_the_targets_and_values_are_kept():
     info = toys.toy_info(final_logit_softcapping=30.0, input_embedding_scale=8.0, rope_theta=5e5)
     spec = resolve_spec(DrafterConfig(mask_token_id=155, selector_top_k=8), info)
-    assert (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.intermediate_size) == (
-        4,
-        2,
-        16,
-        96,
-    )
+    assert (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.intermediate_size) == (4, 2, 16, 96)
     assert (spec.rope_theta, spec.final_logit_softcapping, spec.input_embedding_scale) == (5e5, 30.0, 8.0)
     assert spec.layer_types == (FULL,) * 5
     own = resolve_spec(
-        DrafterConfig(mask_token_id=155, rope_theta=1e4, head_dim=32, sliding_window=64, num_hidden_layers=2),
-        info,
+        DrafterConfig(mask_token_id=155, rope_theta=1e4, head_dim=32, sliding_window=64, num_hidden_layers=2), info
     )
     assert (own.rope_theta, own.head_dim, own.layer_types) == (1e4, 32, (SLIDING, SLIDING))
     assert [own.window(n) for n in range(2)] == [64, 64]
@@ -87,10 +81,7 @@ def test_nulls_are_the_targets_and_values_are_kept():
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (
-            {"num_attention_heads": 3},
-            "num_attention_heads = 3: must be a multiple of num_key_value_heads = 2",
-        ),
+        ({"num_attention_heads": 3}, "num_attention_heads = 3: must be a multiple of num_key_value_heads = 2"),
         ({"head_dim": 15}, "head_dim = 15: must be even"),
         ({"conv_group_size": 48}, "conv_group_size = 48: must divide the target's hidden size 64"),
         ({"selector_top_k": 256}, "selector_top_k = 256: the vocabulary has only 160"),

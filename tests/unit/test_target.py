@@ -67,8 +67,7 @@ def test_an_untied_head_is_its_own(target_dir):
 )
 def test_a_transform_that_the_model_does_not_apply_is_refused(transform):
     with pytest.raises(
-        ValueError,
-        match=r"differs from the model's own logits.*output_multiplier and drafter.final_logit_softcapping",
+        ValueError, match=r"differs from the model's own logits.*output_multiplier and drafter.final_logit_softcapping"
     ):
         toys.toy_target().check_head(transform)
 

@@ -1,0 +1,311 @@
+"""What a user can get wrong ends with exit code 2 and one error naming it and the remedy; nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from safetensors.torch import load_file
+
+import dflash_train.train as training
+from dflash_train import build, check, evaluate
+from dflash_train.config.load import run_command
+from dflash_train.target.hf import HFTarget
+from dflash_train.types import TargetFeatures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "data_prep" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def recipe(tmp_path, target_dir):
+    """Path of a recipe that trains for two steps as it is; its data is rows.jsonl beside it."""
+    ids = [p + p[::-1] for p in toys.prompts(6)]
+    rows = [{"id": f"r{i}", "prompt_ids": row[:4], "response_ids": row[4:]} for i, row in enumerate(ids)]
+    toys.write_jsonl(tmp_path / "rows.jsonl", rows)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""
+output_dir: {tmp_path}/run
+target: {{path: {target_dir}}}
+data: {{train: [{tmp_path}/rows.jsonl], max_length: 32}}
+drafter: {{block_size: 4, mask_token_id: 155, target_layer_ids: [1, 3], num_hidden_layers: 1, selector_rank: 8,
+          selector_top_k: 4}}
+train: {{max_steps: 2, global_batch_size: 2, num_anchors: 4, log_every_steps: 1}}
+track: {{wandb: disabled, progress: false}}
+""")
+    return path
+
+
+def call(main, *argv: object) -> tuple[int, str, str]:
+    out, err, old = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["command", *map(str, argv)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
+            run_command(main)
+    finally:
+        sys.argv = old
+    return stopped.value.code, out.getvalue(), err.getvalue()
+
+
+def refused(recipe: Path, *overrides: object, main=training.main, lines: int = 1) -> str:
+    """The error's text. Everything else about the failure is checked here; lines=0 allows a table below the error."""
+    code, _, err = call(main, "-c", recipe, *overrides)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1, err
+    assert "Traceback" not in err
+    text = err[err.index("error: ") :]
+    assert not lines or len(text.splitlines()) == lines, text
+    assert not (recipe.parent / "run").exists()
+    return text
+
+
+# --- data ---
+
+
+def test_the_recipe_that_the_others_spoil_is_good(recipe):
+    code, _, err = call(training.main, "-c", recipe)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("main", [training.main, script("inspect_data")], ids=["train", "inspect"])
+def test_missing_data_file(recipe, main):
+    text = refused(recipe, "data.train=[nowhere/rows.jsonl]", main=main)
+    assert "nowhere/rows.jsonl does not exist; correct the path" in text
+
+
+def test_missing_prompts(recipe):
+    knobs = ["regenerate.prompts=nowhere.jsonl", f"regenerate.output={recipe.parent}/out.jsonl"]
+    assert "nowhere.jsonl does not exist" in refused(recipe, *knobs, main=script("regenerate"))
+    assert not (recipe.parent / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("main", [training.main, script("inspect_data")], ids=["train", "inspect"])
+def test_broken_lines_are_named(recipe, main):
+    path = recipe.parent / "rows.jsonl"
+    good = path.read_text().splitlines()[0]
+    path.write_text(f'{good}\n{{"messages": [\n\n{{"messages": []}}\n')
+    text = refused(recipe, main=main, lines=0)
+    assert "share dropped 0.667 > max_dropped 0.1" in text and "raise data.max_dropped" in text
+    assert re.search(rf"dropped +1  invalid_json +{path}:2", text)
+    assert re.search(rf"dropped +1  \w+ +{path}:4", text)
+    code, out, err = call(main, "-c", recipe, "data.max_dropped=0.7")
+    assert code == 0 and "kept 1 of 3 rows" in out, err
+
+
+def test_no_usable_row(recipe):
+    path = recipe.parent / "rows.jsonl"
+    image = [
+        {"role": "user", "content": [{"type": "image", "image": "p.png"}]},
+        {"role": "assistant", "content": "w20"},
+    ]
+    toys.write_jsonl(path, [{"messages": image}, {"messages": []}, {"prompt_ids": [20, 21], "response_ids": []}])
+    for most in (0.1, 1.0):
+        text = refused(recipe, f"data.max_dropped={most}", lines=0)
+        assert text.startswith("error: 0 usable rows of 3\n")
+        assert f"non_text_content     {path}:1" in text and f"{path}:3" in text
+
+
+# --- mask token ---
+
+
+@pytest.mark.parametrize(
+    ("mask", "rule"),
+    [
+        (0, r"this is the pad token \(<pad>\)"),
+        (1, r"this is the bos token \(<bos>\)"),
+        (2, r"this is the eos token \(<eos>\)"),
+        (160, r"must be in \[0, 160\), the rows of the target's embedding"),
+        ("null", "it is required"),
+    ],
+)
+def test_a_mask_token_that_cannot_serve(recipe, mask, rule, monkeypatch):
+    monkeypatch.setattr(HFTarget, "load", lambda *_: pytest.fail("the target was loaded"))
+    text = refused(recipe, f"drafter.mask_token_id={mask}")
+    assert re.search(rf"drafter.mask_token_id = {mask}: {rule}.*; unused here: 7 or 8$", text.strip())
+
+
+def test_a_negative_mask_token(recipe):
+    assert "drafter.mask_token_id = -1: must be a token id" in refused(recipe, "drafter.mask_token_id=-1")
+
+
+def test_a_mask_token_that_occurs_in_the_data(recipe):
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").open()]
+    rows[2]["response_ids"][3] = rows[4]["prompt_ids"][0] = rows[4]["response_ids"][1] = 12
+    toys.write_jsonl(recipe.parent / "rows.jsonl", rows)
+    count = sum((r["prompt_ids"] + r["response_ids"]).count(12) for r in rows)
+    text = refused(recipe, "drafter.mask_token_id=12")
+    assert re.search(rf"mask_token_id = 12 \(w12\) occurs {count} times in \d of 6 training rows \(first: r\d\)", text)
+    assert "choose a token that never occurs" in text
+
+
+def test_a_mask_token_without_a_word_is_accepted_with_a_note(recipe):
+    code, out, _ = call(training.main, "-c", recipe)
+    assert code == 0 and "drafter.mask_token_id = 155: an embedding row without a token" in out
+
+
+# --- target and recipe ---
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        ("drafter.target_layer_ids=[1,7]", "drafter.target_layer_ids = [1, 7]"),
+        ("drafter.target_layer_ids=[1,4]", "drafter.target_layer_ids = [1, 4]"),
+        ("drafter.target_layer_ids=[3,1]", "must be ascending"),
+        ("drafter.target_layer_ids=[-1]", "has a negative layer"),
+        ("drafter.sliding_window=3", "drafter.sliding_window = 3: must be null or at least block_size = 4"),
+        ("drafter.num_layers=2", "unknown key 'drafter.num_layers' in section 'drafter'; did you mean"),
+        ("optimizer.learning_rate=1", "unknown key 'optimizer.learning_rate' in section 'optimizer'"),
+        ("optimizer.lr=six", "optimizer.lr: Value 'six'"),
+        ("engine.attention=flex", "engine.attention = flex: its backward needs CUDA"),
+        ("drafter.conv_group_size=7", "conv_group_size"),
+        ("data.chat_template=nowhere.jinja", "data.chat_template nowhere.jinja does not exist"),
+    ],
+)
+def test_a_value_that_does_not_fit(recipe, knob, message):
+    text = refused(recipe, knob)
+    assert message in text
+
+
+def test_a_value_of_the_wrong_type_in_the_file(recipe):
+    recipe.write_text(recipe.read_text() + "optimizer: {lr: six}\n")
+    text = refused(recipe)
+    assert str(recipe) in text and "optimizer.lr" in text and "expected float" in text
+
+
+def test_a_target_without_a_chat_template(recipe, tmp_path):
+    folder = toys.save_toy(tmp_path / "untemplated")
+    (folder / "chat_template.jinja").unlink()
+    for main in (training.main, script("inspect_data")):
+        text = refused(recipe, f"target.path={folder}", main=main)
+        assert f"target {folder} has no chat template; set data.chat_template" in text
+
+
+@pytest.mark.parametrize("path", ["/nowhere/target", "nowhere/at/all", "{tmp}/empty"])
+def test_a_target_that_is_not_there(recipe, tmp_path, path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    path = path.format(tmp=tmp_path)
+    text = refused(recipe, f"target.path={path}")
+    assert f"target.path = {path}" in text and "give a local folder or a Hub id" in text
+
+
+@pytest.mark.parametrize("name", ["inspect_data", "regenerate"])
+def test_a_target_that_is_not_there_for_the_data_commands(recipe, tmp_path, name):
+    more = [f"regenerate.prompts={tmp_path}/rows.jsonl", f"regenerate.output={tmp_path}/out.jsonl"]
+    text = refused(recipe, "target.path=/nowhere/target", *more, main=script(name))
+    assert "/nowhere/target" in text
+
+
+def test_a_target_without_weights_or_tokenizer(recipe, tmp_path):
+    bare = toys.save_toy(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    assert f"target.path = {bare}: cannot be loaded" in refused(recipe, f"target.path={bare}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    assert str(bare) in refused(recipe, f"target.path={bare}")
+
+
+def test_embedded_is_no_training_set(recipe):
+    assert "data.train" in refused(recipe, "data.train=[embedded]")
+
+
+# --- captures ---
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x: torch.cat([x[..., :64], 0 * x[..., 64:]], -1), "layer 3: all zero"),
+        (lambda x: torch.cat([x[:, :1, :64].expand_as(x[..., :64]), x[..., 64:]], -1), "layer 1: the same for all"),
+        (lambda x: x * torch.where(torch.arange(128) == 70, torch.nan, 1.0), "layer 3: not finite"),
+        (lambda x: x[..., :64], "expected 2 layers, got 1 (missing 3)"),
+        (lambda x: x[:, :-1], "hidden rows 31 ≠ tokens 32"),
+    ],
+    ids=["zeros", "constant", "NaN", "missing layer", "missing row"],
+)
+def test_a_dead_capture_stops_before_the_first_step(recipe, monkeypatch, spoil, message):
+    class Spoilt(HFTarget):
+        def read(self, batch):
+            return TargetFeatures(spoil(super().read(batch).features_BTF))
+
+    monkeypatch.setattr(build, "HFTarget", Spoilt)
+    code, _, err = call(training.main, "-c", recipe)
+    assert code == 2 and f"error: target capture: {message}" in err, err
+    assert not (recipe.parent / "run" / "checkpoints").exists()
+    assert not (recipe.parent / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_layer_that_is_never_reached(recipe, monkeypatch):
+    monkeypatch.setattr(HFTarget, "_keep", lambda self, layer: lambda *_: None)
+    code, _, err = call(training.main, "-c", recipe)
+    assert code == 2 and "error: target capture: expected 2 layers, got 0 (missing 1, 3)" in err, err
+
+
+# --- the run ---
+
+
+def test_an_output_folder_with_checkpoints(recipe):
+    assert call(training.main, "-c", recipe)[0] == 0
+    before = (recipe.parent / "run" / "metrics.jsonl").read_text()
+    code, _, err = call(training.main, "-c", recipe)
+    assert code == 2 and "output_dir" in err and "continue it with train.resume=true, or choose another folder" in err
+    assert (recipe.parent / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_stops_and_leaves_no_checkpoint_of_it(recipe, monkeypatch):
+    """The checkpoint falls between two log lines, so that only a look at the numbers can keep it from disk."""
+    forward = training.TorchEngine.forward
+    calls = []
+
+    def poisoned(self, batch, features, weight):
+        report = forward(self, batch, features, weight)
+        calls.append(batch)
+        return report._replace(loss=report.loss * (torch.nan if len(calls) == 3 else 1.0))
+
+    monkeypatch.setattr(training.TorchEngine, "forward", poisoned)
+    code, _, err = call(training.main, "-c", recipe, "train.max_steps=8", "train.log_every_steps=8",
+                        "train.checkpoint_every_steps=1")  # fmt: skip
+    assert code == 2 and "not finite; lower optimizer.lr" in err, err
+    for folder in (recipe.parent / "run" / "checkpoints").glob("step-*"):
+        assert all(t.isfinite().all() for t in load_file(folder / "model.safetensors").values()), folder.name
+
+
+def test_answers_of_one_token_leave_nothing_to_predict(recipe):
+    """Their only legal place is the anchor's, so they never make up a step without any weight."""
+    rows = [{"id": f"r{i}", "prompt_ids": [20, 21], "response_ids": [30 + i]} for i in range(3)]
+    text = refused(recipe, f"data.train=[{toys.write_jsonl(recipe.parent / 'short.jsonl', rows)}]", lines=0)
+    assert "0 usable rows of 3" in text and re.search(r"dropped +3  nothing_to_predict", text)
+
+
+def test_commands_on_folders_that_are_none(tmp_path):
+    for main in (evaluate.main, check.main):
+        code, _, err = call(main, tmp_path / "nowhere")
+        assert code == 2 and err.startswith("error: ") and str(tmp_path / "nowhere") in err
+
+
+def test_two_processes_both_end_on_bad_input(recipe):
+    toys.write_jsonl(recipe.parent / "rows.jsonl", [{"messages": []}])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "dflash_train.train", "-c", str(recipe)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("error: 0 usable rows of 1") == 2  # by both, each for itself
+    assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+    assert not (recipe.parent / "run").exists()

@@ -1,0 +1,120 @@
+"""Two processes under torchrun are one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toys
+from safetensors.torch import load_file
+
+from dflash_train.build import build_stream, outline
+from dflash_train.config.load import load_recipe
+from dflash_train.train import train
+
+# Five rows, four to a step: in every second step there is one row for two ranks.
+ROWS, STEPS = 5, 6
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, target_dir) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    documents = [p + p[::-1] + p[: i + 1] for i, p in enumerate(toys.prompts(ROWS))]
+    rows = [{"id": f"r{i}", "prompt_ids": x[:3], "response_ids": x[3:]} for i, x in enumerate(documents)]
+    toys.write_jsonl(folder / "rows.jsonl", rows)
+    path = folder / "recipe.yaml"
+    # With a small epsilon AdamW makes steps out of the rounding errors of vanishing gradients.
+    path.write_text(f"""
+target: {{path: {target_dir}}}
+data: {{train: [{folder}/rows.jsonl], heldout: [{folder}/rows.jsonl], max_length: 24, pack: false}}
+drafter: {{block_size: 4, mask_token_id: 155, target_layer_ids: [1, 3], num_hidden_layers: 1, selector_rank: 8,
+          selector_top_k: 4}}
+optimizer: {{lr: 3e-3, eps: 1e-2}}
+train: {{max_steps: {STEPS}, global_batch_size: 4, num_anchors: 4, log_every_steps: 1, eval_every_steps: 3}}
+engine: {{timeout_minutes: 1}}
+track: {{wandb: disabled, progress: false}}
+""")
+    return path
+
+
+def torchrun(*command: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    threads = {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launch, *command], env=os.environ | threads, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def curve(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def test_two_processes_train_what_one_trains(recipe, tmp_path):
+    done = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exported to") == 1  # rank 0 speaks for all
+    train(load_recipe(str(recipe), [f"output_dir={tmp_path}/one"]))
+
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert [line["step"] for line in two] == [line["step"] for line in one] and len(one) == STEPS + 2
+    for a, b in zip(one, two, strict=True):
+        # Rank 1 adds the empty micro-batches that keep it in step; nothing else may show.
+        names = {n for n in a if not n.startswith(("perf/", "data/empty", "data/micro"))}
+        assert names == {n for n in b if not n.startswith(("perf/", "data/empty", "data/micro"))}
+        assert {n: b[n] for n in names} == pytest.approx({n: a[n] for n in names}, abs=1e-5)
+    assert [line["data/empty_micro_batches"] for line in two if "train/loss" in line] == [0, 3] * (STEPS // 2)
+    for place in ("export", f"checkpoints/step-{STEPS:08d}"):
+        first, second = (load_file(tmp_path / n / place / "model.safetensors") for n in ("one", "two"))
+        assert first.keys() == second.keys()
+        assert max(float((first[k].float() - second[k].float()).abs().max()) for k in first) < 1e-5, place
+    worlds = [load_recipe(str(tmp_path / name)).provenance["world_size"] for name in ("one", "two")]
+    assert worlds == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_samples_and_anchors_of_one_process(recipe, ranks):
+    stream = build_stream(outline(load_recipe(str(recipe), ["output_dir=unused"])))
+
+    def blocks(step: int, rank: int, world_size: int) -> list[tuple[str, list[int]]]:
+        return [
+            (ids[0], batch.blocks.anchors_BN[i][batch.blocks.valid_BN[i]].tolist())
+            for batch in stream.micro_batches(step, rank, world_size)
+            for i, ids in enumerate(batch.sample_ids)
+            if ids
+        ]
+
+    for step in range(STEPS):
+        whole = blocks(step, 0, 1)
+        assert [b for rank in range(ranks) for b in blocks(step, rank, ranks)] == whole
+        assert len(whole) == (4, 1)[step % 2] and all(anchors for _, anchors in whole)
+        assert len({sum(1 for _ in stream.micro_batches(step, rank, ranks)) for rank in range(ranks)}) == 1
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(recipe, tmp_path):
+    script = tmp_path / "poisoned.py"
+    script.write_text("""
+import torch
+import dflash_train.train as training
+from dflash_train import ranks
+from dflash_train.config.load import run_command
+
+forward, calls = training.TorchEngine.forward, []
+
+def poisoned(self, batch, features, weight):
+    report = forward(self, batch, features, weight)
+    calls.append(1)
+    if ranks.rank() == 1 and len(calls) == 2:
+        report = report._replace(loss=report.loss * torch.nan)
+    return report
+
+training.TorchEngine.forward = poisoned
+run_command(training.main)
+""")
+    done = torchrun(str(script), "-c", str(recipe), f"output_dir={tmp_path}/run", timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("error: step 1: loss") == 2 and done.stderr.count("not finite; lower optimizer.lr") == 2
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()

@@ -1,0 +1,95 @@
+"""What inspection prints is what training would see."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import toys
+
+from dflash_train.build import outline, read_examples
+from dflash_train.config.load import load_recipe
+from dflash_train.data.inspection import GREEN, histogram, inspect, show
+
+ROWS = [
+    {"id": "a", "domain": "math", "messages": [
+        {"role": "user", "content": "w20 w21"}, {"role": "assistant", "content": "w30 w31 w32"}]},
+    {"id": "b", "prompt_ids": [20, 21, 22], "response_ids": [30, 31, 32, 33, 2], "finish_reason": "stop",
+     "generator": {"model": "toy"}},
+    {"id": "c", "prompt_ids": [40], "response_ids": list(range(50, 90)), "finish_reason": "length"},
+    {"id": "d", "messages": []},
+]  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path, target_dir):
+    def recipe(*overrides: str, rows=ROWS):
+        data = toys.write_jsonl(tmp_path / "rows.jsonl", rows)
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"""
+target: {{path: {target_dir}}}
+data: {{train: [{data}], max_length: 24, max_dropped: 0.5}}
+drafter: {{block_size: 4, mask_token_id: 31, target_layer_ids: [1, 3], num_hidden_layers: 1, selector_rank: 8}}
+""")
+        return load_recipe(str(path), list(overrides))
+
+    return recipe
+
+
+def test_counts_are_those_of_training(recipe, capsys):
+    out = io.StringIO()
+    report = inspect(recipe(), out=out)
+    assert (report["rows"], report["kept"], sum(report["dropped"].values())) == (4, 3, 1)
+    assert report["domains"] == {"math": 1, "default": 2}
+    assert report["generators"] == {"not recorded": 2, "toy": 1}
+    assert report["mask_token_occurrences"] == 2
+
+    trained = recipe("drafter.mask_token_id=155")
+    examples = read_examples(outline(trained), trained.data.train, what="train")
+    assert report["examples"] == len(examples) == 3
+    assert report["tokens"] == sum(len(e.token_ids) for e in examples)
+    assert report["supervised"] == sum(int(e.supervised.sum()) for e in examples)
+    assert report["ratio"] == report["supervised"] / report["tokens"]
+
+
+def test_the_report_reads_like_this(recipe):
+    out = io.StringIO()
+    inspect(recipe(), out=out)
+    text = out.getvalue()
+    assert "kept 3 of 4 rows" in text and "rows.jsonl:4" in text
+    assert "drafter.mask_token_id 31 occurs 2 times in the data" in text
+    assert "--- b (stop)\nw20 w21 w22⟦w30 w31 w32 w33 <eos>⟧" in text
+    assert "\033" not in text
+    out = io.StringIO()
+    inspect(recipe(), out=out, color=True, samples=1)
+    assert GREEN in out.getvalue() and out.getvalue().count("--- ") == 1
+
+
+def test_the_number_of_shown_examples_and_the_row_limit(recipe):
+    out = io.StringIO()
+    assert inspect(recipe("data.limit=1"), out=out)["rows"] == 1
+    assert out.getvalue().count("--- ") == 1
+
+
+def test_a_mask_token_that_is_not_set_is_not_counted(recipe):
+    assert inspect(recipe("drafter.mask_token_id=null"), out=io.StringIO())["mask_token_occurrences"] is None
+
+
+def test_data_without_a_prompt_is_refused(recipe):
+    rows = [{"id": f"r{i}", "prompt_ids": [], "response_ids": [20 + i, 21, 22, 23]} for i in range(2)]
+    with pytest.raises(ValueError, match="supervised ratio is 1.*prompts and answers are not told apart"):
+        inspect(recipe(rows=rows), out=io.StringIO())
+
+
+def test_every_length_is_in_the_histogram():
+    lines = histogram(np.array([0, 1, 5, 15, 16]), 16, bins=4, width=8).splitlines()
+    assert [int(line.split()[1]) for line in lines[1:]] == [2, 1, 0, 2]
+    assert [line.count("#") for line in lines[1:]] == [8, 4, 0, 8]
+
+
+def test_runs_of_supervised_text_are_decoded_whole():
+    example = toys.document(6, [1, 2, 5])
+    words = [f"w{i}" for i in example.token_ids]
+    text = show(example, toys.toy_tokenizer(), color=False)
+    assert text == f"{words[0]}⟦{words[1]} {words[2]}⟧{words[3]} {words[4]}⟦{words[5]}⟧"
