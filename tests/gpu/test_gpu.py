@@ -94,7 +94,7 @@ def test_the_demo_recipe_runs_on_cuda(tmp_path, capsys, precision):
             f"data.train=[{rows}]",
             "regenerate.limit=800",
             "regenerate.batch_size=800",
-            "train.max_steps=300",
+            "train.max_steps=600",
             "evaluate.max_prompts=5",
             f"target.precision={precision}",
             f"export.precision={precision}",

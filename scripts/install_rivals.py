@@ -1,0 +1,30 @@
+"""Install, for tests only, the two programs that the project is held against. Their own pins clash with each other
+(transformers 5.18.0 against 5.15.0), so they come without dependencies; both run on the versions in constraints.txt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+RIVALS = {"nemo-automodel": "0.7.0", "dflash": "0.1.0"}
+NEEDS = {"torchao": "0.18.0", "torchdata": "0.11.0", "pillow": None}  # what NeMo's modules import besides ours
+
+
+def has(name: str, wanted: str | None) -> bool:
+    try:
+        return wanted in (None, version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def main() -> int:
+    wanted = [f"{n}=={v}" if v else n for n, v in {**RIVALS, **NEEDS}.items() if not has(n, v)]
+    if not wanted:
+        return 0
+    print("installing for the tests:", ", ".join(wanted), file=sys.stderr, flush=True)
+    return subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", *wanted]).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
