@@ -27,7 +27,4 @@ def build_optimizer(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Ad
         free = p.ndim != 2 or "codebook" in name
         (plain if free else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    cuda = decayed[0].is_cuda
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=cuda or None
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)

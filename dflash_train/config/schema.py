@@ -118,7 +118,8 @@ class DataConfig:
     """What is trained on, and how it becomes rows of tokens."""
 
     train: list[str] = knob(
-        [], "JSONL files (plain, .gz, .zst) with `messages`, or with `prompt_ids` and `response_ids`."
+        [],
+        "JSONL (plain, .gz, .zst) or Parquet files, or Hub data sets as owner/name:split, with `messages`, or with `prompt_ids` and `response_ids`.",
     )
     heldout: list[str] = knob(
         [], "Held-out files of the same form, never trained on; answers may be missing. `embedded` is the demo's set."

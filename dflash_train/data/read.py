@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ NAMED_FIELDS = {
     "id", "messages", "tools", "chat_template_kwargs", "domain", "finish_reason", "prompt_ids", "response_ids",
     "conversations", "prompt", "response",
 }  # fmt: skip
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
+LINE_FILES = {".jsonl", ".json", ".gz", ".zst"}
 
 
 class BadRow(Exception):
@@ -79,7 +84,7 @@ class Kept:
 def read_conversations(
     paths: Iterable[str | Path], *, limit: int | None = None, need_answer: bool = True
 ) -> tuple[list[Conversation], Kept]:
-    """Read JSONL files (plain, .gz or .zst) in the order given.
+    """Read JSONL files (plain, .gz or .zst), Parquet files and Hub data sets (`owner/name[:split]`) in the order given.
 
     A row holds `messages`, or `conversations` (ShareGPT), or `prompt` and `response` strings, or `prompt_ids`
     and `response_ids`. Blank lines are ignored; each row that cannot be used is counted in `Kept` with a
@@ -92,7 +97,7 @@ def read_conversations(
     kept = Kept()
     seen: dict[str, set[bytes]] = {}
     for path in paths:
-        for source, line in _lines(Path(path)):
+        for source, line in _rows(path):
             if limit is not None and len(conversations) >= limit:
                 return conversations, kept
             try:
@@ -117,6 +122,44 @@ def read_conversations(
             conversations.append(conversation)
             kept.kept += 1
     return conversations, kept
+
+
+def _rows(path: str | Path) -> Iterator[tuple[str, bytes]]:
+    """(place, JSON) of each row: lines of a JSONL file; rows of a Parquet file or of a Hub data set `owner/name[:split]`."""
+    text = str(path)
+    if text.endswith(".parquet"):
+        if not Path(path).is_file():
+            raise ValueError(f"data file {path} does not exist; correct the path")
+        yield from _from_datasets(text, "parquet", "train", data_files=text)
+    elif HUB_ID.fullmatch(text) and not Path(path).exists() and Path(path).suffix not in LINE_FILES:
+        name, _, split = text.partition(":")
+        yield from _from_datasets(text, name, split or "train")
+    else:
+        yield from _lines(Path(path))
+
+
+def _from_datasets(source: str, name: str, split: str, **options: Any) -> Iterator[tuple[str, bytes]]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = load_dataset(name, split=split, **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"data set {source} cannot be loaded: {reason}; give a JSONL or Parquet file, or owner/name:split"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        # Columns fill what a row does not have with nulls: a message without tool calls must not get the key.
+        yield f"{source}:{number}", json.dumps(_without_nulls(row), default=str).encode()
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -132,3 +132,22 @@ def test_other_layouts_and_prompts_without_answers(tmp_path: Path) -> None:
     assert kept.dropped == {"no_assistant_turn": 1}
     assert len(read_conversations([path], need_answer=False)[0]) == 3
     assert len(read_conversations([path], limit=1)[0]) == 1
+
+
+def test_parquet_rows_are_read_like_lines_and_get_no_null_keys(tmp_path):
+    from datasets import Dataset
+
+    rows = [
+        {"id": "a", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+        {"id": "b", "messages": [{"role": "user", "content": "z", "name": "n"}, {"role": "assistant", "content": "w"}]},
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "d.parquet"))
+    conversations, kept = read_conversations([tmp_path / "d.parquet"])
+    assert [c.messages for c in conversations] == [r["messages"] for r in rows]
+    assert kept.kept == 2 and conversations[1].source.endswith("d.parquet:2")
+
+
+def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="nobody/nothing:train.* cannot be loaded"):
+        read_conversations(["nobody/nothing:train"])
