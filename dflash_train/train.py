@@ -241,8 +241,8 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
         "perf/blocks_per_second": blocks / seconds,
         "perf/memory_gib": _memory_gib(run.device),
         "data/coverage": covered / max(coverable, 1),
-        "data/empty_micro_batches": empty,
-        "data/micro_batches": micro_batches,
+        "data/skipped_microbatches": empty,
+        "data/microbatches": micro_batches,
     }
     if micro_batches > empty and not math.isfinite(loss + values["train/grad_norm"]):
         raise ValueError(

@@ -66,7 +66,7 @@ def test_two_processes_train_what_one_trains(recipe, tmp_path):
         names = {n for n in a if not n.startswith(("perf/", "data/empty", "data/micro"))}
         assert names == {n for n in b if not n.startswith(("perf/", "data/empty", "data/micro"))}
         assert {n: b[n] for n in names} == pytest.approx({n: a[n] for n in names}, abs=1e-5)
-    assert [line["data/empty_micro_batches"] for line in two if "train/loss" in line] == [0, 3] * (STEPS // 2)
+    assert [line["data/skipped_microbatches"] for line in two if "train/loss" in line] == [0, 3] * (STEPS // 2)
     for place in ("export", f"checkpoints/step-{STEPS:08d}"):
         first, second = (load_file(tmp_path / n / place / "model.safetensors") for n in ("one", "two"))
         assert first.keys() == second.keys()
