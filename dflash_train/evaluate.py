@@ -29,7 +29,7 @@ from dflash_train.data.stream import assemble
 from dflash_train.drafter.decode import DraftSession
 from dflash_train.method import DraftStep, scatter_slots
 from dflash_train.objective.loss import leading_hits, transform_logits
-from dflash_train.target.cache import crop, make_cache
+from dflash_train.target.cache import can_roll_back, crop, make_cache
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import PackedBatch, TokenizedExample
 
@@ -188,6 +188,11 @@ def speculative_decode(
     if not 2 <= K <= spec.block_size:
         raise ValueError(f"block_size = {K}: must be in [2, {spec.block_size}], the trained block")
     cache, session = make_cache(target.model.config), DraftSession(step.drafter)
+    if not can_roll_back(cache):
+        raise ValueError(
+            f"target.path = {target.info.path}: has linear-attention layers, whose state cannot be rolled back after a rejected "
+            "draft; set evaluate.decode=false for the teacher-forced metrics alone, and decode with an engine"
+        )
     logits, features = target.step(torch.tensor([prompt_ids], device=device), cache, logits_to_keep=1)
     begun = _now(device)
     answer, rounds = [int(logits[0, -1].argmax())], []

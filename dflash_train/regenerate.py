@@ -398,6 +398,7 @@ def decode(
     rows = list(range(len(requests)))
     live = [True] * len(requests)
     cache = make_cache(model.config)
+    can_leave = all(hasattr(layer, "batch_select_indices") for layer in cache.layers)  # linear attention cannot
     while True:
         out = model(
             input_ids=input_BT,
@@ -423,7 +424,7 @@ def decode(
         position_BT = position_BT[:, -1:] + 1
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
         input_BT = next_B[:, None]
-        if 4 * len(left) <= 3 * len(rows):
+        if can_leave and 4 * len(left) <= 3 * len(rows):
             index = torch.tensor(left, device=device)
             cache.batch_select_indices(index)
             input_BT, mask_BT, position_BT = input_BT[index], mask_BT[index], position_BT[index]

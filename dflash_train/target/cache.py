@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import sdpa_mask
 
 ROOM = 64  # tokens that a cache grows by at least
@@ -52,6 +52,12 @@ def make_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def can_roll_back(cache: DynamicCache) -> bool:
+    """Whether `crop` forgets tokens in every layer. The state of a linear-attention layer cannot be taken back: transformers
+    crops its convolution only."""
+    return not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+
+
 def crop(cache: DynamicCache, length: int) -> None:
     """Forget everything after the first `length` tokens."""
     cache.crop(length - cache.get_seq_length())
@@ -69,7 +75,7 @@ def grouped_attention(
     """Attention in which the query heads of a group share one read of their keys and values.
 
     On a CPU torch's own kernel copies keys and values once per query head, which dominates batched decoding. query (B, Hq, L, D), key and
-    value (B, Hkv, T, D); returns ((B, L, Hq, D), None) as transformers expects.
+    value (B, Hkv, T, D), the values possibly of another width; returns ((B, L, Hq, D), None) as transformers expects.
     """
     B, Hq, L, D = query.shape
     Hkv, T = key.shape[1], key.shape[2]
@@ -86,7 +92,7 @@ def grouped_attention(
         )
     weights = scores.float().softmax(-1).nan_to_num().to(value.dtype)  # a padded query sees nothing: zeros, not NaN
     out = weights.reshape(B, Hkv, Hq // Hkv * L, T) @ value
-    return out.view(B, Hq, L, D).transpose(1, 2).contiguous(), None
+    return out.view(B, Hq, L, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("grouped", grouped_attention)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dflash_train.config.schema import Precision, TargetConfig
-from dflash_train.target.info import read_target_info, text_config
+from dflash_train.target.info import read_config, read_target_info, text_config
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
 
 _DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
@@ -30,6 +30,14 @@ def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Modu
 
     if config.trust_remote_code:
         print(f"target.trust_remote_code: running Python code that comes with {path}", flush=True)
+    capped = getattr(
+        text_config(read_config(path, config.revision, config.trust_remote_code)), "attn_logit_softcapping", None
+    )
+    if capped and config.attn_implementation == "sdpa":
+        raise ValueError(
+            f"target.attn_implementation = sdpa: leaves out this target's attn_logit_softcapping = {capped:g}, so every "
+            "hidden state would be wrong; set target.attn_implementation=eager"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -125,8 +133,11 @@ class HFTarget:
         distance = at[:, None] - at
         full = (document_ids_BT[:, :, None] == document_ids_BT[:, None, :]) & (distance >= 0)
         full = full[:, None]
-        if not self._kinds:
-            return self._as_attention_wants(full)
+        if (
+            not self._kinds
+        ):  # one kind of layer: it slides if the config has a window (Mistral, Mixtral, Phi-3, Qwen3-MoE)
+            window = getattr(text_config(self.model.config), "sliding_window", None)
+            return self._as_attention_wants(full if window is None else full & (distance < window))
         masks = {"full_attention": self._as_attention_wants(full)}
         if "sliding_attention" in self._kinds:
             window = text_config(self.model.config).sliding_window
@@ -183,10 +194,12 @@ def text_backbone(model: nn.Module) -> nn.Module:
     """The module with `layers` and `norm`, also inside a multimodal wrapper."""
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     for _ in range(3):
-        if hasattr(backbone, "layers"):
+        if hasattr(backbone, "layers") and hasattr(backbone, "norm"):
             return backbone
-        backbone = backbone.language_model if hasattr(backbone, "language_model") else backbone.model
-    raise ValueError(f"{type(model).__name__}: no decoder layers found")
+        backbone = getattr(backbone, "language_model", None) or getattr(backbone, "model", None)
+    raise ValueError(
+        f"target {type(model).__name__}: no decoder with `layers` and a final `norm` found; this architecture is not supported"
+    )
 
 
 def _shorten(backbone: nn.Module, num_layers: int) -> nn.Module:
