@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from dflash_train import assets, ranks
-from dflash_train.checkpoint import checkpoints, read_state
+from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read_state
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
 from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
@@ -21,12 +21,12 @@ from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.evaluate import Prompt
-from dflash_train.export import load_drafter_folder, read_record, tensor_faults
+from dflash_train.export import load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
-from dflash_train.types import TargetInfo, TokenizedExample
+from dflash_train.types import Conversation, TargetInfo, TokenizedExample
 
 
 @dataclass(kw_only=True)
@@ -74,6 +74,7 @@ def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None 
     """Rows of data files as token ids with masks; prints what was kept and dropped, refuses too large a loss."""
     data = o.recipe.data
     conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
+    check_token_ids(conversations, o.info)
     examples = tokenize_all(
         conversations,
         o.tokenizer,
@@ -85,7 +86,26 @@ def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None 
     )
     say(f"{what}: {kept.table()}")
     kept.check(data.max_dropped)
+    for e in examples:
+        if e.token_ids.max() >= o.info.vocab_size:
+            raise ValueError(
+                f"{what} row {e.id}: the tokenizer of {o.target_path} gives token id {e.token_ids.max()}, but its embedding has only "
+                f"{o.info.vocab_size} rows; use the tokenizer that belongs to the target"
+            )
     return examples
+
+
+def check_token_ids(conversations: list[Conversation], info: TargetInfo) -> None:
+    """Raise ValueError for a row whose token ids the target does not have: another tokenizer made them."""
+    for c in conversations:
+        turns = c.metadata.get("turn_ids", [])
+        given = [c.prompt_ids, c.response_ids, *(turn[key] for turn in turns for key in ("prompt_ids", "response_ids"))]
+        highest = max((max(ids) for ids in given if ids), default=0)
+        if highest >= info.vocab_size:
+            raise ValueError(
+                f"{c.source}: token id {highest} is outside the vocabulary of {info.path}, [0, {info.vocab_size}): "
+                "the row was made with another tokenizer; regenerate it with this target"
+            )
 
 
 def heldout_prompts(o: Outline) -> list[Prompt]:
@@ -93,7 +113,7 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
     conversations, kept = read_conversations(
         [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
     )
-    kept.check(o.recipe.data.max_dropped)
+    check_token_ids(conversations, o.info)
     prompts: list[Prompt] = []
     taken: dict[str, int] = {}
     for c in conversations:
@@ -104,9 +124,17 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
         if ids is None:
             messages = c.messages[:-1] if c.messages[-1]["role"] == "assistant" else c.messages
             kwargs = {**o.recipe.data.chat_template_kwargs, **c.chat_template_kwargs}
-            ids = prompt_ids(messages, o.tokenizer, tools=c.tools, kwargs=kwargs)
+            try:
+                ids = prompt_ids(messages, o.tokenizer, tools=c.tools, kwargs=kwargs)
+            except (jinja2.TemplateError, TypeError):
+                kept.reject("template_error", c.source)
+                continue
+        if not ids:
+            kept.reject("empty_prompt", c.source)
+            continue
         taken[c.domain] = taken.get(c.domain, 0) + 1
         prompts.append(Prompt(id=c.id, domain=c.domain, token_ids=list(ids)))
+    kept.check(o.recipe.data.max_dropped)
     return prompts
 
 
@@ -225,13 +253,11 @@ def heldout_examples(o: Outline) -> list[TokenizedExample]:
 
 
 def stop_ids(o: Outline, target: HFTarget) -> set[int]:
-    """Tokens that end an answer: generation_config's, else the config's and the tokenizer's."""
+    """Tokens that end an answer: generation_config's (else the config's) and the tokenizer's, as in regeneration and in engines."""
     eos = getattr(target.model.generation_config, "eos_token_id", None)
     listed = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return set(listed) or {
-        *o.info.eos_token_ids,
-        *([o.tokenizer.eos_token_id] if o.tokenizer.eos_token_id is not None else []),
-    }
+    own = [] if o.tokenizer.eos_token_id is None else [o.tokenizer.eos_token_id]
+    return {*(listed or o.info.eos_token_ids), *own}
 
 
 def locate(source: str) -> tuple[Path, str | None]:
@@ -269,11 +295,23 @@ def open_drafter(
         raise ValueError(f"{source}: no recipe beside it; name one with -c")
     recipe = load_recipe(config or own, overrides)
     if (folder / "state.json").exists():
-        o, step = outline(recipe), read_state(folder).step
-        state = load_file(folder / "model.safetensors")
+        saved = read_state(folder)
+        o, step, trained_on = outline(recipe), saved.step, saved.identity.get("target")
+        now = identity_of(o.spec)
+        differ = [f"{k}: trained {v}, now {now[k]}" for k, v in saved.identity.items() if k in now and now[k] != v]
+        if differ:
+            raise ValueError(
+                f"{source}: a drafter is evaluated and exported as it was trained, but the recipe says otherwise ({'; '.join(differ)}); "
+                "take these settings back, or train another drafter with them"
+            )
+        state = load_weights(folder)
     else:
         spec, state, _ = load_drafter_folder(folder)
-        step = read_record(folder).get("provenance", {}).get("step")
+        changed = [text for text in overrides if text.lstrip("+~").startswith("drafter")]
+        if changed:
+            raise ValueError(f"{source}: an export is what its config.json says; leave out {', '.join(changed)}")
+        record = read_record(folder)
+        step, trained_on = record.get("provenance", {}).get("step"), record.get("target", {}).get("name")
         recipe.drafter.mask_token_id = spec.mask_token_id
         o = outline(recipe)
         o.spec = spec
@@ -289,6 +327,8 @@ def open_drafter(
     faults = tensor_faults({name: tuple(t.shape) for name, t in state.items()}, o.spec)
     if faults:
         raise ValueError(f"{folder}: its weights do not fit the recipe's drafter: " + "; ".join(faults[:4]))
+    if trained_on and public_name(trained_on) != public_name(o.info.path):
+        say(f"note: {source} was trained on the target {public_name(trained_on)}, now it is {public_name(o.info.path)}")
     return o, {k: v.float() for k, v in state.items()}, folder, step
 
 

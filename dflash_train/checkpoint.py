@@ -73,6 +73,11 @@ def read_state(checkpoint: Path) -> TrainState:
     return _readable(checkpoint / "state.json", lambda path: TrainState(**json.loads(path.read_text())))
 
 
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The drafter's tensors, in fp32, on the host."""
+    return _readable(checkpoint / "model.safetensors", load_file)
+
+
 def _readable(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         return read(path)
@@ -98,7 +103,7 @@ def load_checkpoint(
             + "; ".join(differ)
             + ". Change the recipe back, or train in another output_dir"
         )
-    drafter.load_state_dict(_readable(checkpoint / "model.safetensors", load_file))
+    drafter.load_state_dict(load_weights(checkpoint))
     optimizer.load_state_dict(
         _readable(checkpoint / "optimizer.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
     )

@@ -245,12 +245,15 @@ def is_near_tie(
     """Whether two greedy answers part where the target itself is undecided: its two best logits (recomputed without a cache) lie
     closer than `bound`; None is 1e-4 in fp32, and two units in the last place of the larger logit in 16-bit formats."""
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    if at >= min(len(plain), len(other)):
+        return False  # one is the beginning of the other: nothing was undecided
     ids = torch.tensor([prompt_ids + plain[:at]], device=target.device)
     logits = target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
     best = logits.float().topk(2).values
     if bound is None:
         bound = 1e-4 if logits.dtype is torch.float32 else 2 * torch.finfo(logits.dtype).eps * float(best[0].abs())
-    return float(best[0] - best[1]) <= bound
+    chosen = logits.float()[[plain[at], other[at]]].min()  # both must be among the best, not only the best two close
+    return float(best[0] - chosen) <= bound
 
 
 @dataclass(kw_only=True)
@@ -272,8 +275,8 @@ def decode_report(
     """
     step.eval()
     target: HFTarget = step.target
-    tau: dict[str, Tau] = defaultdict(Tau)
-    walk: dict[str, Tau] = defaultdict(Tau)
+    tau: dict[str | None, Tau] = defaultdict(Tau)
+    walk: dict[str | None, Tau] = defaultdict(Tau)
     seconds = {"plain": 0.0, "speculative": 0.0}
     counts = {"identical": 0, "near_ties": 0, "different": 0, "walk_agrees": 0}
     repeated = total = 0
@@ -294,14 +297,14 @@ def decode_report(
         anchors, path, _ = accepted_at_anchors(step, example, end=len(prompt.token_ids) + config.max_new_tokens)
         rounds = walk_rounds(anchors, path)
         counts["walk_agrees"] += rounds == fast.rounds
-        for domain in (prompt.domain, "all"):
-            for table, gained in ((tau, fast.rounds), (walk, rounds)):
+        for table, gained in ((tau, fast.rounds), (walk, rounds)):
+            for domain in (prompt.domain, None):
                 table[domain].tokens += sum(gained)
                 table[domain].rounds += len(gained)
         repeated += repeated_tokens(plain.token_ids)
         total += len(plain.token_ids)
     n = len(prompts)
-    pooled, pooled_walk = tau.pop("all", Tau()), walk.pop("all", Tau())
+    pooled, pooled_walk = tau.pop(None, Tau()), walk.pop(None, Tau())  # a domain may be called "all"
     return {
         "prompts": n,
         "tau": {d: t.as_dict() for d, t in sorted(tau.items())},

@@ -9,6 +9,7 @@ the new answers before it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import inspect
 import json
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jinja2
 import torch
@@ -83,6 +84,7 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
     kept.check(recipe.data.max_dropped)
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(output)
     done = _repair_and_read(output, generator)
     pending = [conversation for conversation in conversations if conversation.id not in done]
     print(
@@ -128,6 +130,7 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
         "max_length": config.max_length,
     }
     Path(f"{output}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    lock.close()
     return manifest
 
 
@@ -278,6 +281,20 @@ def _row(work: _Work, generator: dict[str, Any]) -> dict[str, Any]:
 
 
 # --- the output file ---
+
+
+def _lock(output: Path) -> IO[bytes]:
+    """The output, open and held by this process until it is closed or the process ends. Raises ValueError if another holds it:
+    two would write each row twice."""
+    stream = output.open("ab")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise ValueError(
+            f"regenerate.output = {output}: another process is writing it; wait for it or name another file"
+        ) from None
+    return stream
 
 
 def _repair_and_read(output: Path, generator: dict[str, Any]) -> set[str]:

@@ -8,6 +8,7 @@ before the first backward, so neither the loss nor the gradient depends on how t
 from __future__ import annotations
 
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def start(recipe: Recipe) -> Run:
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     folder = Path(recipe.output_dir)
+    check_folder(folder)
     saved = checkpoints(folder / "checkpoints")
     if saved and not recipe.train.resume:
         raise ValueError(
@@ -159,6 +161,15 @@ def start(recipe: Recipe) -> Run:
         window=MetricWindow(),
         counts=Counts(),
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError if the run's folder cannot be made or written."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"output_dir = {folder}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output_dir = {folder}: {there} cannot be written; name another folder")
 
 
 def progress(run: Run) -> tqdm:

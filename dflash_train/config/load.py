@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import difflib
 import enum
+import math
 import os
+import re
 import sys
 import types
 import typing
@@ -44,6 +46,8 @@ def find_recipe(name: str) -> Path:
     shipped = _shipped("recipes")
     for path in (Path(name), shipped / name, shipped / f"{name}.yaml"):
         if path.is_file():
+            if path.suffix != ".yaml":
+                raise ValueError(f"-c {name}: a recipe's name ends in .yaml; rename {path.name} to {path.stem}.yaml")
             return path.resolve()
         if path.is_dir() and (path / "config.yaml").is_file():
             return (path / "config.yaml").resolve()
@@ -113,11 +117,30 @@ def _check_keys(node: DictConfig, cls: type, where: str, prefix: str = "") -> No
             _check_keys(child, hints[str(key)], where, f"{name}.")
 
 
+def _quoted(text: str) -> str:
+    """A string as Hydra's grammar quotes it."""
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"
+
+
+def _as_text(override: str) -> str:
+    """`output_dir=/tmp/ü` with its value quoted: Hydra's grammar knows neither letters beyond ASCII nor = in a bare value."""
+    key, _, value = override.partition("=")
+    kinds = {name: kind for name, _, kind in knobs()}
+    if str not in (kinds.get(key), *typing.get_args(kinds.get(key))) or typing.get_origin(kinds.get(key)) is not None:
+        return override
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return f"{key}={_quoted(value)}"
+    return override
+
+
 def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     groups = {p.name for p in _shipped("configs").iterdir() if p.is_dir()}
     for text in overrides:
         if "=" not in text:
             raise ValueError(f"command line: {text!r} is not key=value")
+    overrides = [_as_text(text) for text in overrides]
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
@@ -139,6 +162,28 @@ def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     return chosen, values
 
 
+def _groups_in_defaults(path: Path) -> set[str]:
+    """Groups that the `defaults:` of a recipe choose, or of a recipe that it builds on. Raises ValueError for a broken file."""
+    try:
+        listed = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(listed, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of sections, this is a {type(listed).__name__}")
+    defaults = listed.get("defaults") or []
+    if not isinstance(defaults, list):
+        raise ValueError(f"{path}: defaults is a list, such as [demo, _self_]; this is a {type(defaults).__name__}")
+    found: set[str] = set()
+    for entry in defaults:
+        if isinstance(entry, dict):
+            found |= {str(k).lstrip("/").removeprefix("override ") for k in entry}
+        elif entry != "_self_":
+            places = [folder / f"{entry}.yaml" for folder in (path.parent, _shipped("recipes"))]
+            below = next((p for p in places if p.is_file() and p != path), None)
+            found |= _groups_in_defaults(below) if below else set()
+    return found
+
+
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     """Compose, merge, convert and validate a recipe.
 
@@ -147,24 +192,15 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     """
     path = find_recipe(name)
     chosen, values = _split_overrides(overrides or [])
-    try:
-        listed = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(listed, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of sections, this is a {type(listed).__name__}")
-    in_defaults = {
-        str(k).lstrip("/").removeprefix("override ")
-        for d in listed.get("defaults") or []
-        if isinstance(d, dict)
-        for k in d
-    }
+    in_defaults = _groups_in_defaults(path)
     chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(path.parent), version_base="1.3"):
-            composed = compose(path.stem, [f"hydra.searchpath=[file://{_shipped('configs')}]", *chosen, *values])
-    except (HydraException, OmegaConfBaseException) as error:
+            # A recipe in any folder may build on a shipped one (`defaults: [demo, _self_]`).
+            places = ",".join(_quoted(f"file://{_shipped(folder)}") for folder in ("configs", "recipes"))
+            composed = compose(path.stem, [f"hydra.searchpath=[{places}]", *chosen, *values])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {str(error).strip()}") from error
     return _seal(composed, str(path))
 
@@ -177,6 +213,12 @@ def _seal(composed: DictConfig, where: str) -> Recipe:
         recipe = _to_dataclass(merged, Recipe)
     except OmegaConfBaseException as error:
         raise ValueError(f"{where}: {_explain(error)}") from error
+    for name, _, kind in knobs():
+        value = (
+            OmegaConf.select(merged, name, throw_on_missing=False) if float in (kind, *typing.get_args(kind)) else None
+        )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}: {name} = {value}: must be a finite number")
     validate(recipe, where)
     return recipe
 
@@ -293,5 +335,10 @@ def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.filename is None or os.environ.get("DFLASH_TRACEBACK"):
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(code or 0)

@@ -46,7 +46,7 @@ def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Modu
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"target.path = {path}: cannot be loaded: {str(error).splitlines()[0]}") from error
     if device.type == "cuda":
         # cuDNN plans its attention anew for every length, which makes decoding in 16-bit formats many times slower.

@@ -1,0 +1,142 @@
+"""Uses that once gave wrong numbers or a traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import toys
+
+from dflash_train.build import open_drafter
+from dflash_train.config.load import load_recipe, run_command
+from dflash_train.evaluate import is_near_tie, plain_decode
+from dflash_train.regenerate import _lock
+from dflash_train.train import check_folder
+
+
+@pytest.mark.parametrize(
+    "override", ["drafter.block_size=4", "drafter.is_causal=true", "drafter.target_layer_ids=[0,2]"]
+)
+def test_a_drafter_is_opened_only_as_it_was_trained(overfitted, override):
+    with pytest.raises(ValueError, match="evaluated and exported as it was trained"):
+        open_drafter(str(overfitted.folder), None, [override])
+    with pytest.raises(ValueError, match="an export is what its config.json says"):
+        open_drafter(str(overfitted.export), None, [override])
+
+
+@pytest.mark.parametrize("token", [toys.VOCAB, 2**32 + 7, 2**70])
+def test_a_token_id_that_the_target_lacks_names_its_row(overfitted, tmp_path, token):
+    rows = [overfitted.rows[0], {"prompt_ids": [5, 6], "response_ids": [7, token, 8]}]
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", rows)
+    from dflash_train.build import build_stream, heldout_prompts, outline
+
+    o = outline(load_recipe(str(overfitted.recipe), [f"data.train=[{data}]", f"data.heldout=[{data}]"]))
+    for read in (build_stream, heldout_prompts):
+        with pytest.raises(ValueError, match=rf"rows.jsonl:2: token id {token} is outside the vocabulary"):
+            read(o)
+
+
+def test_an_empty_prompt_is_counted(overfitted, tmp_path):
+    from dflash_train.build import heldout_prompts, outline
+
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", [{"prompt_ids": [], "response_ids": [7, 8]}])
+    with pytest.raises(ValueError, match="empty_prompt"):
+        heldout_prompts(outline(load_recipe(str(overfitted.recipe), [f"data.heldout=[{data}]"])))
+
+
+def test_a_domain_called_all_is_one_domain(overfitted):
+    from dflash_train.config.schema import EvaluateConfig
+    from dflash_train.evaluate import Prompt, decode_report
+
+    prompts = [Prompt(id="x", domain="all", token_ids=overfitted.rows[0]["prompt_ids"])]
+    report = decode_report(overfitted.step, prompts, EvaluateConfig(max_new_tokens=12), {2})
+    assert report["tau"] == {"all": report["tau_all"]}
+    assert report["tau_all"]["tokens"] == 11
+
+
+def test_a_near_tie_is_between_the_tokens_that_differ():
+    target = toys.toy_target()
+    prompt = [5, 6, 7]
+    plain = plain_decode(target, prompt, 4, set()).token_ids
+    import torch
+
+    logits = target.model(input_ids=torch.tensor([prompt])).logits[0, -1].float()
+    first, second, worst = logits.topk(2).indices.tolist() + [int(logits.argmin())]
+    gap = float(logits[first] - logits[second])
+    assert plain[0] == first
+    assert is_near_tie(target, prompt, plain, [second], gap + 1e-3)
+    assert not is_near_tie(target, prompt, plain, [worst], gap + 1e-3)
+    assert not is_near_tie(target, prompt, plain, plain[:2], 1e9)
+
+
+def test_two_writers_of_one_output_are_refused(tmp_path):
+    held = _lock(tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="another process is writing it"):
+        _lock(tmp_path / "out.jsonl")
+    held.close()
+    _lock(tmp_path / "out.jsonl").close()
+
+
+def test_recipes_anywhere_build_on_shipped_ones_and_must_be_the_file_that_was_named(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [demo, _self_]\noutput_dir: mine\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"), ["drafter=dflash_k16"])
+    assert (recipe.output_dir, recipe.data.max_length, recipe.drafter.selector_rank) == ("mine", 512, 0)
+    assert load_recipe("debug_cpu", ["drafter=dflash_k16"]).drafter.conv_kernel_size == 0
+    (tmp_path / "mine.yml").write_text("output_dir: other\n")
+    with pytest.raises(ValueError, match="ends in .yaml; rename mine.yml"):
+        load_recipe(str(tmp_path / "mine.yml"))
+
+
+@pytest.mark.parametrize("text", [b"output_dir: a\noutput_dir: b\n", "output_dir: ü\n".encode("latin-1")])
+def test_a_broken_recipe_names_its_file(tmp_path, text):
+    (tmp_path / "r.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match="r.yaml: "):
+        load_recipe(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize("path", ["/tmp/ü/é", "x=y", "it's", "a b", "c\\d"])
+def test_any_path_can_be_given_on_the_command_line(path):
+    assert load_recipe("demo", [f"output_dir={path}"]).output_dir == path
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=inf", "train.num_epochs=inf", "evaluate.near_tie=nan"])
+def test_numbers_are_finite(override):
+    with pytest.raises(ValueError, match="must be a finite number"):
+        load_recipe("demo", [override])
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="is a file; name a folder"):
+            check_folder(folder)
+
+    def fails(argv):
+        (tmp_path / "file" / "below").mkdir()
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(fails)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
+
+
+def test_a_damaged_checkpoint_is_named(overfitted, tmp_path):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(overfitted.folder, run)
+    weights = next(run.glob("checkpoints/step-*/model.safetensors"))
+    weights.write_bytes(b"x" * 50)
+    with pytest.raises(ValueError, match="model.safetensors: damaged"):
+        open_drafter(str(run), None, [])
+
+
+def test_answers_end_where_regeneration_ends_them(overfitted):
+    from types import SimpleNamespace
+
+    from dflash_train.build import stop_ids
+
+    o = SimpleNamespace(info=SimpleNamespace(eos_token_ids=[2]), tokenizer=SimpleNamespace(eos_token_id=9))
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[4]))
+    assert stop_ids(o, SimpleNamespace(model=model)) == {4, 9}
+    assert json.dumps(sorted(stop_ids(o, SimpleNamespace(model=SimpleNamespace(generation_config=None))))) == "[2, 9]"
