@@ -139,6 +139,8 @@ def start(recipe: Recipe) -> Run:
     if ranks.is_rank0():
         folder.mkdir(parents=True, exist_ok=True)
         recipe.provenance = provenance()
+        if not saved:  # what an earlier run here measured must not end up on this one's model card
+            (folder / "evaluation.json").unlink(missing_ok=True)
         if saved:  # the first start stays on record
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}

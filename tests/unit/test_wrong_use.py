@@ -140,3 +140,12 @@ def test_answers_end_where_regeneration_ends_them(overfitted):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[4]))
     assert stop_ids(o, SimpleNamespace(model=model)) == {4, 9}
     assert json.dumps(sorted(stop_ids(o, SimpleNamespace(model=SimpleNamespace(generation_config=None))))) == "[2, 9]"
+
+
+def test_a_new_run_does_not_state_what_an_earlier_one_measured(overfitted, tmp_path):
+    from dflash_train.train import train
+
+    measured = {"tau": {"default": {"value": 9.9, "rounds": 10, "tokens": 99}}, "walk_tau": {"value": 9.8}}
+    (tmp_path / "evaluation.json").write_text(json.dumps({"trained_steps": 1, "decoded": measured}))
+    export = train(load_recipe(str(overfitted.recipe), [f"output_dir={tmp_path}", "train.max_steps=1"]))
+    assert "Not measured yet." in (export / "README.md").read_text()
