@@ -104,13 +104,6 @@ def validate(recipe: Recipe, where: str) -> None:
         need(len(set(ids)) == len(ids), "drafter.target_layer_ids", ids, "has a duplicate layer")
         need(min(ids) >= 0, "drafter.target_layer_ids", ids, "has a negative layer; ids are 0-based decoder layers")
         need(ids == sorted(ids), "drafter.target_layer_ids", ids, "must be ascending (TensorRT-LLM sorts them)")
-    if d.mask_token_id is not None:
-        need(
-            d.mask_token_id >= 0,
-            "drafter.mask_token_id",
-            d.mask_token_id,
-            "must be a token id of the target, in [0, vocab_size)",
-        )
     for name, value in [
         ("num_attention_heads", d.num_attention_heads), ("num_key_value_heads", d.num_key_value_heads),
         ("head_dim", d.head_dim), ("intermediate_size", d.intermediate_size), ("rope_theta", d.rope_theta),
