@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -333,14 +333,13 @@ def _as_example(prompt: Prompt, decoded: Decoded) -> TokenizedExample:
 
 
 def repeated_tokens(ids: list[int], n: int = 8) -> int:
-    """Tokens covered by an n-gram that occurred before in the same answer."""
-    seen: set[tuple[int, ...]] = set()
+    """Tokens covered by an n-gram that occurs more than once in the answer, its first occurrence included."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    times = Counter(grams)
     inside = np.zeros(len(ids), bool)
-    for i in range(len(ids) - n + 1):
-        gram = tuple(ids[i : i + n])
-        if gram in seen:
+    for i, gram in enumerate(grams):
+        if times[gram] > 1:
             inside[i : i + n] = True
-        seen.add(gram)
     return int(inside.sum())
 
 

@@ -19,6 +19,7 @@ from dflash_train.evaluate import (
     accepted_at_anchors,
     decode_report,
     plain_decode,
+    repeated_tokens,
     speculative_decode,
     teacher_forced,
     walk_rounds,
@@ -218,3 +219,10 @@ def test_walk_rounds_count_the_bonus_token_and_end_with_the_text():
     two = np.concatenate([np.arange(3, 5), np.arange(10, 12)])
     assert walk_rounds(two, np.array([7, 7, 0, 0])) == [2, 1, 1]
     assert walk_rounds(anchors[:0], accepted[:0]) == []
+
+
+def test_an_answer_that_repeats_for_ever_is_all_repetition():
+    assert repeated_tokens([7] * 24) == 24
+    assert repeated_tokens([1, 2, 3] * 8) == 24
+    assert repeated_tokens([*range(100), *range(8), 200]) == 16  # both occurrences
+    assert repeated_tokens(list(range(24))) == repeated_tokens([7] * 8) == repeated_tokens([]) == 0
