@@ -20,7 +20,7 @@ from dflash_train.build import open_source
 from dflash_train.check import check
 from dflash_train.config.load import load_recipe, run_command
 from dflash_train.data.inspection import inspect
-from dflash_train.evaluate import evaluate, report_text
+from dflash_train.evaluate import evaluate, passed, report_text
 from dflash_train.regenerate import regenerate
 from dflash_train.train import train
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     path = folder / "summary.json"
     path.write_text(json.dumps(summary, indent=1) + "\n")
     heading(f"done; figures in {path}")
-    return 0 if decoded["lossless"] else 1
+    return 0 if passed(decoded) else 1
 
 
 if __name__ == "__main__":

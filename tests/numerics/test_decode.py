@@ -18,8 +18,10 @@ from dflash_train.evaluate import (
     _propose,
     accepted_at_anchors,
     decode_report,
+    passed,
     plain_decode,
     repeated_tokens,
+    report_text,
     speculative_decode,
     teacher_forced,
     walk_rounds,
@@ -192,6 +194,23 @@ def test_the_report_counts_rounds_and_tokens(overfitted):
     assert report["tau_all"]["value"] == pytest.approx(4 * 27 / report["tau_all"]["rounds"], abs=1e-4)
     assert report["tau_all"]["value"] > 4
     assert report["walk_tau"] == report["tau_all"]
+
+
+def test_decoding_that_parts_from_the_walk_is_a_train_serve_gap(overfitted, monkeypatch):
+    asked = [Prompt(id=f"r{i}", domain="a", token_ids=r["prompt_ids"]) for i, r in enumerate(overfitted.rows[:2])]
+
+    def report():
+        return decode_report(overfitted.step, asked, EvaluateConfig(max_new_tokens=20), set())
+
+    good = report()
+    assert not good["train_serve_gap"] and passed(good) and "gap" not in report_text(good)
+    extend = DraftSession.extend
+    monkeypatch.setattr(DraftSession, "extend", lambda self, features: extend(self, torch.ones_like(features)))
+    bad = report()
+    assert bad["lossless"] and bad["train_serve_gap"] and not passed(bad)
+    assert bad["parted_ids"] == ["r0", "r1"] and "train/serve gap: decoding took" in report_text(bad)
+    monkeypatch.setattr(overfitted.step, "dtype", torch.bfloat16)
+    assert not report()["train_serve_gap"]  # rounding may part them
 
 
 def test_shorter_blocks_than_trained_change_no_token(overfitted):
