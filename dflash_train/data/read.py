@@ -287,12 +287,18 @@ def _text(content: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Templates dump the arguments as JSON themselves; a string is decoded, not to be encoded twice."""
+    """Templates dump the arguments as JSON themselves; a string is decoded, not to be encoded twice.
+    Null or an empty string is a call without arguments, as for the engines.
+    """
     if not isinstance(call, dict):
         raise BadRow("bad_tool_call")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
-    return {**call, "arguments": _decoded(call["arguments"])} if "arguments" in call else call
+    if "arguments" not in call:
+        return call
+    arguments = call["arguments"]
+    empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+    return {**call, "arguments": {} if empty else _decoded(arguments)}
 
 
 def _decoded(value: Any) -> Any:

@@ -78,6 +78,14 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
         read_conversations([gz])
 
 
+@pytest.mark.parametrize("arguments", [None, "", "  "])
+def test_a_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: str | None) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    rows = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    [conversation], _ = read_conversations([write(tmp_path / "x.jsonl", rows)])
+    assert conversation.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
 def test_null_content_and_json_string_arguments_are_normalised(tmp_path: Path) -> None:
     def call(arguments: Any) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
