@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,15 @@ def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None 
     data = o.recipe.data
     conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
     check_token_ids(conversations, o.info)
+    others = Counter(
+        c.metadata["generator"].get("model") for c in conversations if isinstance(c.metadata.get("generator"), dict)
+    )
+    others.pop(o.recipe.target.path, None)
+    if others:
+        named = ", ".join(f"{n} by {model}" for model, n in others.most_common(3))
+        say(
+            f"WARNING: {what} rows were not written by target.path = {o.recipe.target.path}: {named}; a drafter learns best from its own target's words (regenerate them)"
+        )
     examples = tokenize_all(
         conversations,
         o.tokenizer,

@@ -43,7 +43,8 @@ def save_checkpoint(
     """Write folder/step-N beside its place, flush it, rename it; then drop all but the newest `keep`. Rank 0 only."""
     final = folder / f"step-{state.step:08d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for abandoned in folder.glob(".step-*.partial"):  # by a process that was killed
+        shutil.rmtree(abandoned)
     partial.mkdir(parents=True)
     save_file(
         {k: v.detach().float().cpu().contiguous() for k, v in drafter.state_dict().items()},
@@ -54,14 +55,19 @@ def save_checkpoint(
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     (partial / _DONE).touch()
     for path in [*partial.iterdir(), partial]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        _flush(path)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+    _flush(folder)
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def checkpoints(folder: Path) -> list[Path]:

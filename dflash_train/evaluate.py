@@ -34,7 +34,6 @@ from dflash_train.target.cache import can_roll_back, crop, make_cache
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import PackedBatch, TokenizedExample
 
-
 GAP = 0.05  # share of prompts whose rounds may part from the walk's in fp32: the cached and the batched forward round differently,
 # and a drafter undecided between two candidates may then take either
 
@@ -51,7 +50,7 @@ class Tau:
         return self.tokens / self.rounds if self.rounds else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        return {"value": round(self.value, 4), "rounds": self.rounds, "tokens": self.tokens}
+        return {"value": round(self.value, 4) if self.rounds else None, "rounds": self.rounds, "tokens": self.tokens}
 
 
 def move(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -276,9 +275,11 @@ def decode_report(
     """Decode every prompt plainly and speculatively; compare tokens, count rounds, and check them against the walk.
 
     Keys: tau {domain: {value, rounds, tokens}}, lossless, identical, near_ties, different, speedup, walk_tau, walk_agrees (share of prompts whose
-    rounds equal the walk's), parted_ids (the other prompts), train_serve_gap (some parted although target and drafter compute in fp32,
-    where rounding is no excuse), repetition (share of answer tokens inside a repeated 8-gram), seconds.
+    rounds equal the walk's), parted_ids (the other prompts), train_serve_gap (more than GAP of them parted although target and drafter compute in fp32,
+    where rounding decides only ties), repetition (share of answer tokens inside a repeated 8-gram), seconds.
     """
+    if not prompts:
+        raise ValueError("no held-out prompts to decode; see data.heldout and evaluate.max_prompts")
     step.eval()
     target: HFTarget = step.target
     tau: dict[str | None, Tau] = defaultdict(Tau)
@@ -321,7 +322,7 @@ def decode_report(
         "tau_all": pooled.as_dict(),
         "walk_tau": pooled_walk.as_dict(),
         "walk_tau_by_domain": {d: t.as_dict() for d, t in sorted(walk.items())},
-        "walk_agrees": counts["walk_agrees"] / n if n else float("nan"),
+        "walk_agrees": counts["walk_agrees"] / n if n else None,
         "parted_ids": parted,
         "train_serve_gap": in_fp32 and len(parted) > GAP * n,
         "lossless": counts["different"] == 0 and n > 0,
@@ -329,10 +330,10 @@ def decode_report(
         "near_ties": counts["near_ties"],
         "different": counts["different"],
         "different_ids": differing,
-        "speedup": round(seconds["plain"] / seconds["speculative"], 3) if seconds["speculative"] else float("nan"),
+        "speedup": round(seconds["plain"] / seconds["speculative"], 3) if seconds["speculative"] else None,
         "plain_seconds": round(seconds["plain"], 3),
         "speculative_seconds": round(seconds["speculative"], 3),
-        "repetition": round(repeated / total, 4) if total else float("nan"),
+        "repetition": round(repeated / total, 4) if total else None,
     }
 
 
@@ -355,15 +356,20 @@ def repeated_tokens(ids: list[int], n: int = 8) -> int:
     return int(inside.sum())
 
 
+def _two(value: float | None) -> str:
+    """Two decimals, or a dash where there was no round to measure."""
+    return "-" if value is None else f"{value:.2f}"
+
+
 def report_text(report: dict[str, Any]) -> str:
     """The decoding report as a table for a person."""
     lines = [f"{'domain':<16}{'tau':>7}{'rounds':>9}{'tokens':>9}"]
     for domain, t in [*report["tau"].items(), ("all", report["tau_all"])]:
-        lines.append(f"{domain:<16}{t['value']:>7.2f}{t['rounds']:>9}{t['tokens']:>9}")
+        lines.append(f"{domain:<16}{_two(t['value']):>7}{t['rounds']:>9}{t['tokens']:>9}")
     verdict = "lossless" if report["lossless"] else "NOT LOSSLESS"
     lines += [
         f"{verdict}: {report['identical']} of {report['prompts']} outputs token-identical to plain greedy decoding, {report['near_ties']} near ties, {report['different']} different",
-        f"walk tau {report['walk_tau']['value']:.2f}; decoding took the walk's rounds on {report['walk_agrees']:.0%} of the prompts",
+        f"walk tau {_two(report['walk_tau']['value'])}; decoding took the walk's rounds on {report['walk_agrees']:.0%} of the prompts",
         f"speed: {report['speedup']:.2f}x plain decoding ({report['plain_seconds']:.1f} s against {report['speculative_seconds']:.1f} s); repetition {report['repetition']:.1%}",
     ]
     if report["train_serve_gap"]:
@@ -406,7 +412,9 @@ def main(argv: list[str]) -> int:
     run = open_source(args.source, args.config, args.overrides)
     result = evaluate(run)
     for name, table in result.get("teacher_forced", {}).items():
-        print(f"{name}: " + ", ".join(f"{d} {t['value']:.2f} ({t['tokens']}/{t['rounds']})" for d, t in table.items()))
+        print(
+            f"{name}: " + ", ".join(f"{d} {_two(t['value'])} ({t['tokens']}/{t['rounds']})" for d, t in table.items())
+        )
     if "decoded" in result:
         print(report_text(result["decoded"]))
     print(f"written to {Path(run.recipe.output_dir) / 'evaluation.json'}")

@@ -126,8 +126,6 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
         "generator": generator,
-        "max_new_tokens": config.max_new_tokens,
-        "max_length": config.max_length,
     }
     Path(f"{output}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     lock.close()
@@ -146,6 +144,7 @@ def describe_generator(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
         "top_p": config.top_p,
         "top_k": config.top_k,
         "seed": config.seed,
+        "precision": recipe.target.precision.value,
         "chat_template_kwargs": kwargs,
     }
 

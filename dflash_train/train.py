@@ -277,10 +277,12 @@ def log_heldout(run: Run, done: int) -> None:
             f"heldout/{name}" + ("" if domain == "all" else f"/{domain}"): t["value"]
             for name, table in tables.items()
             for domain, t in table.items()
+            if t["value"] is not None
         }
         run.tracker.log(done, values)
-        text = f"step {done}: held-out walk tau {values['heldout/walk_tau']:.3f}, base {values['heldout/base_walk_tau']:.3f}"
-        tqdm.write(text, file=sys.stderr)
+        if "heldout/walk_tau" in values:
+            text = f"step {done}: held-out walk tau {values['heldout/walk_tau']:.3f}, base {values['heldout/base_walk_tau']:.3f}"
+            tqdm.write(text, file=sys.stderr)
 
 
 def _memory_gib(device: torch.device) -> float:

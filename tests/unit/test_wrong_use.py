@@ -149,3 +149,20 @@ def test_a_new_run_does_not_state_what_an_earlier_one_measured(overfitted, tmp_p
     (tmp_path / "evaluation.json").write_text(json.dumps({"trained_steps": 1, "decoded": measured}))
     export = train(load_recipe(str(overfitted.recipe), [f"output_dir={tmp_path}", "train.max_steps=1"]))
     assert "Not measured yet." in (export / "README.md").read_text()
+
+
+def test_rows_that_another_model_wrote_are_named(tmp_path, capsys):
+    import json
+
+    import toys
+
+    from dflash_train.build import outline, read_examples
+    from dflash_train.config.load import load_recipe
+
+    folder = toys.save_toy(tmp_path / "target")
+    row = {"id": "a", "prompt_ids": [9, 10], "response_ids": [11, 12, 13], "generator": {"model": "somebody/else"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "r.yaml").write_text(f"target: {{path: {folder}}}\ndrafter: {{mask_token_id: 7, selector_top_k: 4}}\n")
+    o = outline(load_recipe(str(tmp_path / "r.yaml")))
+    assert len(read_examples(o, [str(tmp_path / "rows.jsonl")], what="train")) == 1
+    assert "1 by somebody/else" in capsys.readouterr().out
