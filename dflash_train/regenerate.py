@@ -126,6 +126,8 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
         "generator": generator,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": config.max_length,
     }
     Path(f"{output}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     lock.close()
