@@ -21,13 +21,12 @@ from dflash_train.data.read import read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
-from dflash_train.evaluate import Prompt
-from dflash_train.export import load_drafter_folder, public_name, read_record, tensor_faults
+from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
-from dflash_train.types import Conversation, TargetInfo, TokenizedExample
+from dflash_train.types import Conversation, Prompt, TargetInfo, TokenizedExample
 
 
 @dataclass(kw_only=True)

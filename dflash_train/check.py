@@ -20,17 +20,8 @@ import torch
 from safetensors import safe_open
 
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
-from dflash_train.export import (
-    INDEX,
-    RECORD,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    Header,
-    normalised,
-    read_config,
-    read_headers,
-    read_json,
-)
+from dflash_train.export import TOKENIZER_FILES
+from dflash_train.folder import INDEX, RECORD, WEIGHTS, Header, normalised, read_config, read_headers, read_json
 from dflash_train.types import TargetInfo
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")

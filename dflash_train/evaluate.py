@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from dflash_train import ranks
+from dflash_train.build import SOURCE_HELP, OpenedRun, open_source
 from dflash_train.config.load import parse, parser, run_command
 from dflash_train.config.schema import EvaluateConfig
 from dflash_train.data.blocks import legal_anchors
@@ -32,7 +33,7 @@ from dflash_train.method import DraftStep, scatter_slots
 from dflash_train.objective.loss import leading_hits, transform_logits
 from dflash_train.target.cache import can_roll_back, crop, make_cache
 from dflash_train.target.hf import HFTarget
-from dflash_train.types import PackedBatch, TokenizedExample
+from dflash_train.types import PackedBatch, Prompt, TokenizedExample
 
 GAP = 0.05  # share of prompts whose rounds may part from the walk's in fp32: the cached and the batched forward round differently,
 # and a drafter undecided between two candidates may then take either
@@ -260,15 +261,6 @@ def is_near_tie(
     return float(best[0] - chosen) <= bound
 
 
-@dataclass(kw_only=True)
-class Prompt:
-    """A held-out prompt as token ids."""
-
-    id: str
-    domain: str
-    token_ids: list[int]
-
-
 def decode_report(
     step: DraftStep, prompts: list[Prompt], config: EvaluateConfig, stop_ids: set[int], progress: Any = None
 ) -> dict[str, Any]:
@@ -386,7 +378,7 @@ def passed(decoded: dict[str, Any]) -> bool:
     return decoded["lossless"] and not decoded["train_serve_gap"]
 
 
-def evaluate(run: Any) -> dict[str, Any]:
+def evaluate(run: OpenedRun) -> dict[str, Any]:
     """Everything that the recipe's evaluation asks for, of an opened run (`build.OpenedRun`); also written to
     <output_dir>/evaluation.json. Keys: source, trained_steps, teacher_forced (where the held-out rows have answers), decoded."""
     config, recipe = run.recipe.evaluate, run.recipe
@@ -406,8 +398,6 @@ def evaluate(run: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    from dflash_train.build import SOURCE_HELP, open_source
-
     args = parse(parser("python -m dflash_train.evaluate", __doc__.split("\n\n")[0], source=SOURCE_HELP), argv)
     run = open_source(args.source, args.config, args.overrides)
     result = evaluate(run)

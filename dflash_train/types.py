@@ -51,6 +51,15 @@ class TokenizedExample:
 
 
 @dataclass(kw_only=True)
+class Prompt:
+    """A held-out prompt as token ids."""
+
+    id: str
+    domain: str
+    token_ids: list[int]
+
+
+@dataclass(kw_only=True)
 class DraftBlocks:
     """N blocks of S slots per packed row. All tensors live where the batch lives.
 

@@ -41,12 +41,13 @@ from dflash_train.config.load import load_recipe, run_command
 from dflash_train.config.schema import Recipe
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.engine.torch import TorchEngine
-from dflash_train.evaluate import Prompt, Tau, teacher_forced
-from dflash_train.export import CardFacts, load_drafter_folder, write_export
+from dflash_train.evaluate import Tau, teacher_forced
+from dflash_train.export import CardFacts, write_export
+from dflash_train.folder import load_drafter_folder
 from dflash_train.method import DraftStep
 from dflash_train.regenerate import regenerate
 from dflash_train.target.hf import load_model
-from dflash_train.types import TokenizedExample
+from dflash_train.types import Prompt, TokenizedExample
 
 CPU = torch.device("cpu")
 TIMED_STEPS = 8  # steps that tell how long one takes, before the schedule is laid out

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_train.check import MISREAD, NOTE, REFUSE, RULES, Facts, check, check_facts, main
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
-from dflash_train.export import CardFacts, Header, write_export
+from dflash_train.export import CardFacts, write_export
+from dflash_train.folder import Header
 from dflash_train.types import TargetInfo
 
 COMMON = {

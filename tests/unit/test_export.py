@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
-from dflash_train.export import CardFacts, check_output, load_drafter_folder, model_card, public_name, write_export
+from dflash_train.export import CardFacts, check_output, model_card, write_export
+from dflash_train.folder import load_drafter_folder, public_name
 from dflash_train.types import TargetInfo
 
 SPEC = DrafterSpec(

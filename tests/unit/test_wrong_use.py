@@ -46,7 +46,8 @@ def test_an_empty_prompt_is_counted(overfitted, tmp_path):
 
 def test_a_domain_called_all_is_one_domain(overfitted):
     from dflash_train.config.schema import EvaluateConfig
-    from dflash_train.evaluate import Prompt, decode_report
+    from dflash_train.evaluate import decode_report
+    from dflash_train.types import Prompt
 
     prompts = [Prompt(id="x", domain="all", token_ids=overfitted.rows[0]["prompt_ids"])]
     report = decode_report(overfitted.step, prompts, EvaluateConfig(max_new_tokens=12), {2})
