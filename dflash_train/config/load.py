@@ -328,7 +328,7 @@ def parse_command(argv: list[str], *, prog: str, description: str) -> Recipe:
 
 
 def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
-    """Run a command's main: a user's mistake is one line on stderr and exit code 2, not a traceback."""
+    """Run a command's main: a user's mistake is one line on stderr and exit code 2, Ctrl-C one word and 130; no traceback."""
     try:
         code = main(sys.argv[1:])
     except ValueError as error:
@@ -336,6 +336,11 @@ def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if os.environ.get("DFLASH_TRACEBACK"):
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except OSError as error:
         if error.filename is None or os.environ.get("DFLASH_TRACEBACK"):
             raise

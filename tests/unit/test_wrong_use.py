@@ -167,3 +167,14 @@ def test_rows_that_another_model_wrote_are_named(tmp_path, capsys):
     o = outline(load_recipe(str(tmp_path / "r.yaml")))
     assert len(read_examples(o, [str(tmp_path / "rows.jsonl")], what="train")) == 1
     assert "1 by somebody/else" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_one_word_and_exit_code_130(monkeypatch, capsys):
+    def stopped(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("DFLASH_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        run_command(stopped)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
