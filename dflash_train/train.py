@@ -135,6 +135,8 @@ def start(recipe: Recipe) -> Run:
     if saved:
         state = load_checkpoint(saved[-1], module.drafter, optimizer, identity)
         say(f"resumed from {saved[-1]} at step {state.step}")
+    elif recipe.train.resume:
+        say(f"train.resume: no checkpoint in {folder / 'checkpoints'}; starting at step 0")
     tracker = None
     if ranks.is_rank0():
         folder.mkdir(parents=True, exist_ok=True)

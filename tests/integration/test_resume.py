@@ -112,10 +112,11 @@ def test_a_log_window_that_the_checkpoint_cuts_is_still_a_mean_over_all_its_step
     assert curve(folder) == curve(folder.parent / "whole")
 
 
-def test_a_killed_run_without_a_checkpoint_starts_again(recipe):
+def test_a_killed_run_without_a_checkpoint_starts_again(recipe, capsys):
     training.train(recipe("whole"))
     folder = killed(recipe("parts"), step=3)
     training.train(recipe("parts", "train.resume=true"))
+    assert "no checkpoint in" in capsys.readouterr().out
     assert curve(folder) == curve(folder.parent / "whole")
 
 
