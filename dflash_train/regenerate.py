@@ -100,7 +100,7 @@ def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, An
         generate = embedded_generate(recipe, target, tokenizer)
     with (
         output.open("a", encoding="utf-8") as rows,
-        tqdm(total=len(pending), unit="row", disable=not recipe.track.progress) as bar,
+        tqdm(total=len(pending), desc="regenerating", unit="row", disable=not recipe.track.progress) as bar,
     ):
         for batch in _batches(pending, tokenizer, config):
             assert generate is not None

@@ -248,7 +248,7 @@ class TrainConfig:
     seed: int = knob(0, "Seed of initialisation, row order and anchors.")
     log_every_steps: int = knob(10, "Steps per logged metric window.")
     eval_every_steps: int | None = knob(None, "Steps between held-out evaluations; null: only at the end.")
-    checkpoint_every_steps: int | None = knob(None, "Steps between checkpoints; null: only at the end.")
+    checkpoint_every_steps: int | None = knob(500, "Steps between checkpoints; null: only at the end.")
     keep_checkpoints: int = knob(2, "Newest checkpoints kept.")
     resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
 
