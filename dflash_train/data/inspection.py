@@ -72,7 +72,10 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
         "generators": generators,
     }
     template = template_hash(tokenizer, dict(data.chat_template_kwargs))
-    print(f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering", file=out)
+    print(
+        f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering, recorded ids as they are",
+        file=out,
+    )
     print(f"{len(examples)} examples, {tokens} tokens, supervised {supervised} ({report['ratio']:.1%})", file=out)
     print(f"domains {domains}; answers by {generators}", file=out)
     if clashes is not None:
