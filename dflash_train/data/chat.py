@@ -40,6 +40,10 @@ class _Document:
     finish_reason: str
 
 
+class SpansNotFound(ValueError):
+    """What the target says in a conversation cannot be told from the rest; names template and row."""
+
+
 class _NotUsable(Exception):
     """The template refuses this conversation; counted, not raised to the user."""
 
@@ -108,18 +112,29 @@ def tokenize_all(
     drop_truncated: bool,
     kept: Kept,
 ) -> list[TokenizedExample]:
-    """`tokenize` over a data set; rows that give no example are moved to `kept.dropped`."""
+    """`tokenize` over a data set; rows that give no example are moved to `kept.dropped`.
+
+    An odd row among good ones, in which the spans cannot be found, is one of them. Where no row at all gives an example because of
+    it, the template is at fault: raises the first row's SpansNotFound.
+    """
     examples: list[TokenizedExample] = []
+    first: SpansNotFound | None = None
     for conversation in conversations:
-        examples += tokenize(
-            conversation,
-            tokenizer,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning_rows=reasoning_rows,
-            max_length=max_length,
-            drop_truncated=drop_truncated,
-            kept=kept,
-        )
+        try:
+            examples += tokenize(
+                conversation,
+                tokenizer,
+                chat_template_kwargs=chat_template_kwargs,
+                reasoning_rows=reasoning_rows,
+                max_length=max_length,
+                drop_truncated=drop_truncated,
+                kept=kept,
+            )
+        except SpansNotFound as error:
+            kept.reject("spans_not_found", conversation.source)
+            first = first or error
+    if first is not None and not examples:
+        raise first
     return examples
 
 
@@ -142,7 +157,7 @@ def tokenize(
     without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`); `cut_at_max_length`,
     `earlier_reasoning_not_rendered` and the like are notes.
 
-    Raises ValueError, naming template and row, where the spans cannot be found.
+    Raises SpansNotFound, naming template and row, where they cannot be found.
     """
     kept = Kept(kept=1) if kept is None else kept
     if drop_truncated and conversation.finish_reason == "length":
@@ -269,9 +284,9 @@ class _Chat:
         names = [str(call.get("function", call).get("name")) for call in calls]
         return all(text.count(name) > prompt.count(name) for name in names)
 
-    def _error(self, turn: int, why: str) -> ValueError:
+    def _error(self, turn: int, why: str) -> SpansNotFound:
         name = f"{self.tokenizer.name_or_path or 'tokenizer'} ({template_hash(self.tokenizer, self.kwargs)})"
-        return ValueError(
+        return SpansNotFound(
             f"chat template {name}, row {self.conversation.id} ({self.conversation.source}), "
             f"message {turn}: {why}. "
             "Use the template and arguments that the answers were generated with "

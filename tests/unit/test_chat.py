@@ -202,6 +202,23 @@ def test_answers_that_the_template_renders_otherwise_are_an_error_with_template_
         run(conversation, tokenizer)
 
 
+def test_an_odd_row_among_good_ones_is_counted_and_a_template_that_fits_none_is_an_error() -> None:
+    tokenizer = byte_level(THINKING)
+    odd = row(user("2+2?"), says("Four.", reasoning_content="hm"))
+    options = {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_rows": ReasoningRows.per_turn,
+        "max_length": 512,
+        "drop_truncated": False,
+    }
+    kept = Kept(kept=2)
+    examples = tokenize_all([odd, row(user("hi"), says("ho"))], tokenizer, kept=kept, **options)
+    assert len(examples) == 1 and kept.kept == 1
+    assert kept.dropped == {"spans_not_found": 1} and "f.jsonl:1" in kept.table()
+    with pytest.raises(ValueError, match=r"chat template .*row r \(f\.jsonl:1\)"):
+        tokenize_all([odd, odd], tokenizer, kept=Kept(kept=2), **options)
+
+
 REASONING = row(
     user("2+2?"),
     says("Four.", reasoning_content="two plus two"),
