@@ -29,7 +29,6 @@ class TrainState:
 
     step: int
     identity: dict[str, Any]
-    best: dict[str, Any]
 
 
 def identity_of(spec: DrafterSpec, **more: Any) -> dict[str, Any]:

@@ -314,10 +314,10 @@ def decode_report(
         "tau_all": pooled.as_dict(),
         "walk_tau": pooled_walk.as_dict(),
         "walk_tau_by_domain": {d: t.as_dict() for d, t in sorted(walk.items())},
-        "walk_agrees": counts["walk_agrees"] / n if n else None,
+        "walk_agrees": counts["walk_agrees"] / n,
         "parted_ids": parted,
         "train_serve_gap": in_fp32 and len(parted) > GAP * n,
-        "lossless": counts["different"] == 0 and n > 0,
+        "lossless": counts["different"] == 0,
         "identical": counts["identical"],
         "near_ties": counts["near_ties"],
         "different": counts["different"],
@@ -325,7 +325,7 @@ def decode_report(
         "speedup": round(seconds["plain"] / seconds["speculative"], 3) if seconds["speculative"] else None,
         "plain_seconds": round(seconds["plain"], 3),
         "speculative_seconds": round(seconds["speculative"], 3),
-        "repetition": round(repeated / total, 4) if total else None,
+        "repetition": round(repeated / total, 4),
     }
 
 

@@ -131,7 +131,7 @@ def start(recipe: Recipe) -> Run:
     optimizer = build_optimizer(module.drafter, recipe.optimizer)
     engine = TorchEngine(module, optimizer, recipe.engine, max_grad_norm=recipe.optimizer.max_grad_norm)
     identity = identity_of(o.spec, **data_identity(o, stream), total_steps=total)
-    state = TrainState(step=0, identity=identity, best={})
+    state = TrainState(step=0, identity=identity)
     if saved:
         state = load_checkpoint(saved[-1], module.drafter, optimizer, identity)
         say(f"resumed from {saved[-1]} at step {state.step}")

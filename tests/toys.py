@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_train import ranks
+from dflash_train.config.load import run_command
 from dflash_train.config.schema import EngineConfig, ObjectiveConfig, OptimizerConfig
 from dflash_train.data.stream import RowStream, StreamConfig, assemble
 from dflash_train.drafter.model import Drafter
@@ -389,3 +396,35 @@ def stream_of(
 def mean(report, name: str) -> float:
     total, count = report.sums[name].tolist()
     return total / count
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def script(name: str):
+    """The module of a thin command in data_prep/."""
+    path = Path(__file__).resolve().parents[1] / "data_prep" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"script_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Called(NamedTuple):
+    """Exit code, stdout and stderr of a command, as a shell sees them."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(main, *argv: object) -> Called:
+    """Run a command's main in this process."""
+    out, err, old = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["command", *map(str, argv)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
+            run_command(main)
+    finally:
+        sys.argv = old
+    return Called(stopped.value.code, out.getvalue(), err.getvalue())

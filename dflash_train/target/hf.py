@@ -49,7 +49,7 @@ def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Modu
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"target.path = {path}: cannot be loaded: {str(error).splitlines()[0]}") from error
     if device.type == "cuda":
-        # cuDNN plans its attention anew for every length, which makes decoding in 16-bit formats many times slower.
+        # cuDNN plans its attention anew for every length: the suspected cause of slow 16-bit decoding (docs/measurements/gpu.md).
         torch.backends.cuda.enable_cudnn_sdp(False)
     return model.to(device).eval().requires_grad_(False)
 

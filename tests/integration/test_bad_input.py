@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import json
 import os
 import re
@@ -19,18 +16,10 @@ from safetensors.torch import load_file
 
 import dflash_train.train as training
 from dflash_train import build, check, evaluate
-from dflash_train.config.load import run_command
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import TargetFeatures
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "data_prep" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 @pytest.fixture
@@ -52,20 +41,9 @@ track: {{wandb: disabled, progress: false}}
     return path
 
 
-def call(main, *argv: object) -> tuple[int, str, str]:
-    out, err, old = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["command", *map(str, argv)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
-            run_command(main)
-    finally:
-        sys.argv = old
-    return stopped.value.code, out.getvalue(), err.getvalue()
-
-
 def refused(recipe: Path, *overrides: object, main=training.main, lines: int = 1) -> str:
     """The error's text. Everything else about the failure is checked here; lines=0 allows a table below the error."""
-    code, _, err = call(main, "-c", recipe, *overrides)
+    code, _, err = toys.call(main, "-c", recipe, *overrides)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1, err
     assert "Traceback" not in err
@@ -79,11 +57,11 @@ def refused(recipe: Path, *overrides: object, main=training.main, lines: int = 1
 
 
 def test_the_recipe_that_the_others_spoil_is_good(recipe):
-    code, _, err = call(training.main, "-c", recipe)
+    code, _, err = toys.call(training.main, "-c", recipe)
     assert code == 0, err
 
 
-@pytest.mark.parametrize("main", [training.main, script("inspect_data")], ids=["train", "inspect"])
+@pytest.mark.parametrize("main", [training.main, toys.script("inspect_data").main], ids=["train", "inspect"])
 def test_missing_data_file(recipe, main):
     text = refused(recipe, "data.train=[nowhere/rows.jsonl]", main=main)
     assert "nowhere/rows.jsonl does not exist; correct the path" in text
@@ -91,11 +69,11 @@ def test_missing_data_file(recipe, main):
 
 def test_missing_prompts(recipe):
     knobs = ["regenerate.prompts=nowhere.jsonl", f"regenerate.output={recipe.parent}/out.jsonl"]
-    assert "nowhere.jsonl does not exist" in refused(recipe, *knobs, main=script("regenerate"))
+    assert "nowhere.jsonl does not exist" in refused(recipe, *knobs, main=toys.script("regenerate").main)
     assert not (recipe.parent / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("main", [training.main, script("inspect_data")], ids=["train", "inspect"])
+@pytest.mark.parametrize("main", [training.main, toys.script("inspect_data").main], ids=["train", "inspect"])
 def test_broken_lines_are_named(recipe, main):
     path = recipe.parent / "rows.jsonl"
     good = path.read_text().splitlines()[0]
@@ -104,7 +82,7 @@ def test_broken_lines_are_named(recipe, main):
     assert "share dropped 0.667 > max_dropped 0.1" in text and "raise data.max_dropped" in text
     assert re.search(rf"dropped +1  invalid_json +{path}:2", text)
     assert re.search(rf"dropped +1  \w+ +{path}:4", text)
-    code, out, err = call(main, "-c", recipe, "data.max_dropped=0.7")
+    code, out, err = toys.call(main, "-c", recipe, "data.max_dropped=0.7")
     assert code == 0 and "kept 1 of 3 rows" in out, err
 
 
@@ -152,7 +130,7 @@ def test_a_mask_token_that_occurs_in_the_data(recipe):
 
 
 def test_a_mask_token_without_a_word_is_accepted_with_a_note(recipe):
-    code, out, _ = call(training.main, "-c", recipe)
+    code, out, _ = toys.call(training.main, "-c", recipe)
     assert code == 0 and "drafter.mask_token_id = 155: an embedding row without a token" in out
 
 
@@ -189,7 +167,7 @@ def test_a_value_of_the_wrong_type_in_the_file(recipe):
 def test_a_target_without_a_chat_template(recipe, tmp_path):
     folder = toys.save_toy(tmp_path / "untemplated")
     (folder / "chat_template.jinja").unlink()
-    for main in (training.main, script("inspect_data")):
+    for main in (training.main, toys.script("inspect_data").main):
         text = refused(recipe, f"target.path={folder}", main=main)
         assert f"target {folder} has no chat template; set data.chat_template" in text
 
@@ -206,7 +184,7 @@ def test_a_target_that_is_not_there(recipe, tmp_path, path, monkeypatch):
 @pytest.mark.parametrize("name", ["inspect_data", "regenerate"])
 def test_a_target_that_is_not_there_for_the_data_commands(recipe, tmp_path, name):
     more = [f"regenerate.prompts={tmp_path}/rows.jsonl", f"regenerate.output={tmp_path}/out.jsonl"]
-    text = refused(recipe, "target.path=/nowhere/target", *more, main=script(name))
+    text = refused(recipe, "target.path=/nowhere/target", *more, main=toys.script(name).main)
     assert "/nowhere/target" in text
 
 
@@ -243,7 +221,7 @@ def test_a_dead_capture_stops_before_the_first_step(recipe, monkeypatch, spoil, 
             return TargetFeatures(spoil(super().read(batch).features_BTF))
 
     monkeypatch.setattr(build, "HFTarget", Spoilt)
-    code, _, err = call(training.main, "-c", recipe)
+    code, _, err = toys.call(training.main, "-c", recipe)
     assert code == 2 and f"error: target capture: {message}" in err, err
     assert not (recipe.parent / "run" / "checkpoints").exists()
     assert not (recipe.parent / "run" / "metrics.jsonl").read_text()
@@ -251,7 +229,7 @@ def test_a_dead_capture_stops_before_the_first_step(recipe, monkeypatch, spoil, 
 
 def test_a_layer_that_is_never_reached(recipe, monkeypatch):
     monkeypatch.setattr(HFTarget, "_keep", lambda self, layer: lambda *_: None)
-    code, _, err = call(training.main, "-c", recipe)
+    code, _, err = toys.call(training.main, "-c", recipe)
     assert code == 2 and "error: target capture: expected 2 layers, got 0 (missing 1, 3)" in err, err
 
 
@@ -259,9 +237,9 @@ def test_a_layer_that_is_never_reached(recipe, monkeypatch):
 
 
 def test_an_output_folder_with_checkpoints(recipe):
-    assert call(training.main, "-c", recipe)[0] == 0
+    assert toys.call(training.main, "-c", recipe)[0] == 0
     before = (recipe.parent / "run" / "metrics.jsonl").read_text()
-    code, _, err = call(training.main, "-c", recipe)
+    code, _, err = toys.call(training.main, "-c", recipe)
     assert code == 2 and "output_dir" in err and "continue it with train.resume=true, or choose another folder" in err
     assert (recipe.parent / "run" / "metrics.jsonl").read_text() == before
 
@@ -277,7 +255,7 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_no_checkpoint_of_it(recipe, 
         return report._replace(loss=report.loss * (torch.nan if len(calls) == 3 else 1.0))
 
     monkeypatch.setattr(training.TorchEngine, "forward", poisoned)
-    code, _, err = call(training.main, "-c", recipe, "train.max_steps=8", "train.log_every_steps=8",
+    code, _, err = toys.call(training.main, "-c", recipe, "train.max_steps=8", "train.log_every_steps=8",
                         "train.checkpoint_every_steps=1")  # fmt: skip
     assert code == 2 and "not finite; lower optimizer.lr" in err, err
     for folder in (recipe.parent / "run" / "checkpoints").glob("step-*"):
@@ -293,7 +271,7 @@ def test_answers_of_one_token_leave_nothing_to_predict(recipe):
 
 def test_commands_on_folders_that_are_none(tmp_path):
     for main in (evaluate.main, check.main):
-        code, _, err = call(main, tmp_path / "nowhere")
+        code, _, err = toys.call(main, tmp_path / "nowhere")
         assert code == 2 and err.startswith("error: ") and str(tmp_path / "nowhere") in err
 
 

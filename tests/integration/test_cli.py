@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import json
 import os
 import subprocess
@@ -17,35 +14,16 @@ import toys
 from safetensors.torch import load_file
 
 from dflash_train import check, evaluate, export, train
-from dflash_train.config.load import load_recipe, run_command
+from dflash_train.config.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 
 
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "data_prep" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-def call(main, *argv: object) -> SimpleNamespace:
-    """code, out and err of a command, as a shell sees them."""
-    out, err, old = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["command", *map(str, argv)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
-            run_command(main)
-    finally:
-        sys.argv = old
-    return SimpleNamespace(code=stopped.value.code, out=out.getvalue(), err=err.getvalue())
-
-
 def succeed(main, *argv: object) -> str:
-    done = call(main, *argv)
-    assert done.code == 0, done.err
-    return done.out
+    code, out, err = toys.call(main, *argv)
+    assert code == 0, err
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +51,9 @@ evaluate: {{max_new_tokens: 12}}
 track: {{wandb: disabled, progress: false}}
 """)
     said = {
-        "regenerate": succeed(script("regenerate"), "-c", recipe),
+        "regenerate": succeed(toys.script("regenerate").main, "-c", recipe),
         "heldout": succeed(
-            script("regenerate"), "-c", recipe,
+            toys.script("regenerate").main, "-c", recipe,
             f"regenerate.prompts={folder}/heldout_prompts.jsonl", f"regenerate.output={folder}/heldout.jsonl",
         ),
     }  # fmt: skip
@@ -83,7 +61,7 @@ track: {{wandb: disabled, progress: false}}
     used = {token for row in rows for token in row["prompt_ids"] + row["response_ids"]}
     mask = next(i for i in (7, 8, *range(150, toys.VOCAB)) if i not in used)
     mask_knob = f"drafter.mask_token_id={mask}"
-    said["inspect"] = succeed(script("inspect_data"), "-c", recipe, "--no-color", mask_knob)
+    said["inspect"] = succeed(toys.script("inspect_data").main, "-c", recipe, "--no-color", mask_knob)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", None)  # an import of it would raise
         said["train"] = succeed(train.main, "-c", recipe, mask_knob)
@@ -174,12 +152,12 @@ def test_an_export_replaces_an_earlier_export_and_nothing_else(pipeline, tmp_pat
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
     for arguments in (["--output", foreign], [f"export.output={foreign}"]):
-        done = call(export.main, pipeline.run, *arguments)
+        done = toys.call(export.main, pipeline.run, *arguments)
         assert done.code == 2 and done.err.startswith(f"error: export.output = {foreign}: not empty and not an earlier")
     assert [p.name for p in foreign.iterdir()] == ["thesis.tex"]
     for _ in range(2):
         succeed(export.main, pipeline.run, "--output", tmp_path / "own")
-    done = call(train.main, "-c", pipeline.recipe, f"drafter.mask_token_id={pipeline.mask}", f"export.output={foreign}",
+    done = toys.call(train.main, "-c", pipeline.recipe, f"drafter.mask_token_id={pipeline.mask}", f"export.output={foreign}",
                 f"output_dir={tmp_path}/new")  # fmt: skip
     assert done.code == 2 and "not an earlier export" in done.err
     assert not (tmp_path / "new").exists()  # said before the training, not after it
@@ -202,7 +180,7 @@ def test_an_export_is_evaluated_with_the_settings_of_its_run(pipeline, tmp_path)
 
 def test_an_export_elsewhere_needs_a_recipe(pipeline, tmp_path):
     succeed(export.main, pipeline.run, "--output", tmp_path / "far" / "drafter")
-    done = call(evaluate.main, tmp_path / "far" / "drafter")
+    done = toys.call(evaluate.main, tmp_path / "far" / "drafter")
     assert done.code == 2 and "no recipe beside it; name one with -c" in done.err
     succeed(evaluate.main, tmp_path / "far" / "drafter", "-c", pipeline.recipe, f"output_dir={tmp_path}",
             "evaluate.decode=false")  # fmt: skip
@@ -212,7 +190,7 @@ def test_an_export_elsewhere_needs_a_recipe(pipeline, tmp_path):
 def test_a_folder_that_is_no_run_is_named(source, tmp_path):
     (tmp_path / "empty").mkdir()
     for main in (evaluate.main, export.main):
-        done = call(main, tmp_path / source)
+        done = toys.call(main, tmp_path / source)
         assert done.code == 2 and done.err.startswith(f"error: {tmp_path / source}: ")
 
 

@@ -32,7 +32,7 @@ IDENTITY = identity_of(toys.toy_spec(), seed=0, rows=7)
 
 def save(folder, number: int, keep: int = 9, run=None):
     drafter, optimizer = run or trained()
-    return save_checkpoint(folder, drafter, optimizer, TrainState(step=number, identity=IDENTITY, best={}), keep)
+    return save_checkpoint(folder, drafter, optimizer, TrainState(step=number, identity=IDENTITY), keep)
 
 
 def test_weights_optimizer_and_step_come_back(tmp_path):

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
-import sys
 from pathlib import Path
 
 import pytest
+import toys
 import yaml
 
 from dflash_train import check, evaluate, export, train
-from dflash_train.config.load import find_recipe, knobs, load_recipe, run_command, to_yaml
+from dflash_train.config.load import find_recipe, knobs, load_recipe, to_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 CHOICES = sorted((ROOT / "configs").glob("*/*.yaml"))
-
-
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "data_prep" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # What each is called with, besides its recipe.
@@ -31,21 +21,9 @@ COMMANDS = {
     "train": train.main,
     "evaluate": evaluate.main,
     "export": export.main,
-    "regenerate": script("regenerate").main,
-    "inspect_data": script("inspect_data").main,
+    "regenerate": toys.script("regenerate").main,
+    "inspect_data": toys.script("inspect_data").main,
 }
-
-
-def call(main, *argv: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command, as a shell sees them."""
-    out, err, old = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["command", *argv]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
-            run_command(main)
-    finally:
-        sys.argv = old
-    return stopped.value.code, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -80,7 +58,7 @@ def test_every_knob_has_a_help_text():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_every_knob(name):
-    code, out, _ = call(COMMANDS[name], "--help")
+    code, out, _ = toys.call(COMMANDS[name], "--help")
     assert code == 0
     missing = [knob for knob, _, _ in knobs() if f"  {knob}  [" not in out]
     assert not missing
@@ -89,15 +67,15 @@ def test_help_lists_every_knob(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_without_arguments_a_command_explains_itself(name):
-    code, out, err = call(COMMANDS[name])
+    code, out, err = toys.call(COMMANDS[name])
     assert (code, out) == (2, "")
     assert "usage:" in err and "optimizer.lr" in err
 
 
 def test_check_takes_a_folder_and_no_recipe():
-    code, out, _ = call(check.main, "--help")
+    code, out, _ = toys.call(check.main, "--help")
     assert code == 0 and "folder" in out and "--target" in out
-    code, out, err = call(check.main)
+    code, out, err = toys.call(check.main)
     assert (code, out) == (2, "") and "usage:" in err and "folder" in err
 
 
@@ -113,7 +91,7 @@ def test_a_recipe_is_found_by_name_by_path_and_by_run_folder(tmp_path, monkeypat
 
 
 def test_a_name_that_is_no_recipe_gets_the_nearest_one():
-    code, _, err = call(train.main, "-c", "qwen3_dflash")
+    code, _, err = toys.call(train.main, "-c", "qwen3_dflash")
     assert code == 2 and err.startswith("error: -c qwen3_dflash") and "did you mean 'qwen3_dflash2.yaml'" in err
 
 
@@ -122,5 +100,5 @@ def test_a_name_that_is_no_recipe_gets_the_nearest_one():
 )
 def test_a_command_names_the_first_knob_that_it_lacks(name, missing, tmp_path):
     (tmp_path / "empty.yaml").write_text("train: {seed: 1}\n")
-    code, _, err = call(COMMANDS[name], "-c", str(tmp_path / "empty.yaml"))
+    code, _, err = toys.call(COMMANDS[name], "-c", str(tmp_path / "empty.yaml"))
     assert code == 2 and err.startswith(f"error: {missing} has no value; set it in the recipe or as {missing}=...")
