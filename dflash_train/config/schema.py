@@ -54,6 +54,28 @@ class EngineKind(enum.Enum):
     ddp = "ddp"
 
 
+class Backend(enum.Enum):
+    """What runs the target while it regenerates."""
+
+    transformers = "transformers"
+    openai = "openai"
+    vllm = "vllm"
+
+
+class Api(enum.Enum):
+    """What a server is given: messages, which it renders itself, or the token ids of the rendered prompt."""
+
+    chat = "chat"
+    completions = "completions"
+
+
+class LongDocuments(enum.Enum):
+    """What becomes of a conversation that is longer than a packed row."""
+
+    cut = "cut"
+    window = "window"
+
+
 class ReasoningRows(enum.Enum):
     """What becomes of a multi-turn conversation whose template is not prefix-preserving."""
 
@@ -105,7 +127,44 @@ class RegenerateConfig:
     temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.")
     top_p: float = knob(1.0, "Nucleus sampling mass.")
     top_k: int = knob(0, "Sample among the k most likely tokens; 0 is all.")
-    batch_size: int = knob(64, "Conversations generated together, after sorting by length.")
+    mixture: list[Any] = knob(
+        [],
+        """Settings of which each row draws one, by the hash of its id: a list of {weight, temperature, top_p, top_k, chat_template_kwargs,
+        extra_body}; what one leaves out is as above. For thinking on and off, reasoning efforts, several temperatures.""",
+    )
+    backend: Backend = knob(
+        Backend.transformers,
+        "transformers: the target, here; openai: OpenAI-compatible servers (vLLM, SGLang, llama.cpp, TensorRT-LLM); vllm: its offline engine, here.",
+    )
+    batch_size: int | None = knob(
+        None,
+        "transformers backend: conversations generated together. Null: 64 on a CPU; on CUDA as many as the memory holds, at most 2048.",
+    )
+    base_urls: list[str] = knob(
+        [],
+        "openai backend: servers of the same target, such as http://localhost:8000/v1; requests go to the least busy.",
+    )
+    api: Api = knob(
+        Api.chat,
+        """openai backend. chat: the server renders the messages (start it with the reasoning and tool parsers of the target);
+        completions: it gets the token ids of our own rendering and answers in plain text.""",
+    )
+    model: str | None = knob(None, "openai backend: name under which the target is served; null: the only one that is.")
+    api_key_env: str = knob(
+        "OPENAI_API_KEY",
+        "openai backend: environment variable with the key, if the server wants one. The key is never stored.",
+    )
+    concurrency: int = knob(64, "openai backend: requests in flight per server.")
+    timeout_seconds: float = knob(600.0, "openai backend: a request that takes longer is tried again.")
+    max_retries: int = knob(5, "openai backend: further tries of a request that failed, with growing pauses.")
+    extra_body: dict[str, Any] = knob(
+        {}, "openai backend: further fields of each request, such as reasoning_effort; recorded with each row."
+    )
+    vllm_args: dict[str, Any] = knob({}, "vllm backend: arguments of vllm.LLM, such as tensor_parallel_size.")
+    shard: str | None = knob(
+        None,
+        "i/n: only the i-th of n parts (from 0), written to <output> with .i-of-n before its ending; --merge joins and proves them complete.",
+    )
     seed: int = knob(0, "Seed of sampling; each row draws from (seed, row id, turn).")
     chat_template_kwargs: dict[str, Any] = knob(
         {},
@@ -117,14 +176,31 @@ class RegenerateConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of tokens."""
 
-    train: list[str] = knob(
+    train: list[Any] = knob(
         [],
-        "JSONL (plain, .gz, .zst) or Parquet files, or Hub data sets as owner/name:split, with `messages`, or with `prompt_ids` and `response_ids`.",
+        """JSONL (plain, .gz, .zst) or Parquet files, folders of them, or Hub data sets as owner/name:split, with `messages`, or with `prompt_ids`
+        and `response_ids`. Also {path, weight, domain}: passes over its rows per epoch (0.5: half of them, others each epoch; 2: twice), and a tag
+        for its rows.""",
     )
     heldout: list[str] = knob(
         [], "Held-out files of the same form, never trained on; answers may be missing. `embedded` is the demo's set."
     )
     max_length: int = knob(3072, "Tokens per packed row; longer conversations are cut there and counted.")
+    long_documents: LongDocuments = knob(
+        LongDocuments.cut,
+        """Conversations longer than max_length: cut there, or made into windows of that length that overlap by window_overlap, so that every
+        supervised token is supervised once.""",
+    )
+    window_overlap: int | None = knob(
+        None, "Tokens that a window repeats from the one before it, as context only; null: a quarter of max_length."
+    )
+    workers: int | None = knob(
+        None, "Processes that tokenise; null: one for each 1,000 rows, at most one per CPU core and 16."
+    )
+    cache_dir: str | None = knob(
+        "~/.cache/dflash_train",
+        "Folder of tokenised data, keyed by content, template, arguments, tokenizer, length and code; null: none is kept.",
+    )
     pack: bool = knob(True, "Several whole conversations per row, without attention across them.")
     chat_template: str | None = knob(None, "Path of a Jinja chat template that replaces the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = knob(

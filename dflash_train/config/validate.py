@@ -20,14 +20,14 @@ def validate(recipe: Recipe, where: str) -> None:
         ("train.num_anchors", t.num_anchors), ("train.log_every_steps", t.log_every_steps),
         ("train.keep_checkpoints", t.keep_checkpoints), ("data.max_length", recipe.data.max_length),
         ("drafter.num_hidden_layers", d.num_hidden_layers), ("objective.chunk_rows", o.chunk_rows),
-        ("regenerate.batch_size", recipe.regenerate.batch_size), ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
+        ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
         ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     ]:  # fmt: skip
         need(value >= 1, name, value, "must be at least 1")
     for name, value in [
         ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit),
         ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
-        ("regenerate.limit", recipe.regenerate.limit), ("engine.threads", recipe.engine.threads),
+        ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
     ]:  # fmt: skip
         need(value is None or value >= 1, name, value, "must be null or at least 1")
     for name, value in [

@@ -17,7 +17,8 @@ LAYERS = [
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
     {"method", "folder"},
-    {"build", "regenerate"},
+    {"build", "generation"},
+    {"regenerate"},
     {"export", "evaluate"},
     {"check", "train"},
 ]
