@@ -84,7 +84,8 @@ class PackedBatch:
     """B packed rows of T tokens, with the blocks to draft in them.
 
     token_ids_BT; position_ids_BT restart at 0 in each document; document_ids_BT: 0, 1, ... within a row, -1 on padding;
-    supervised_BT. sample_ids: ids of the documents of each row, in order. Known on the host, before anything is computed:
+    supervised_BT. starts_D: int32, where each document (and each row's padding) begins when the rows are laid side by side, and their end;
+    with `longest`, the longest of them, on the host. sample_ids: ids of the documents of each row, in order. Known on the host, before anything is computed:
     weight, the sum of blocks.weights_BNS; tokens, without padding; drafted, the blocks that are valid; covered and coverable, the supervised
     tokens that some block predicts and those that some block could.
     """
@@ -93,6 +94,8 @@ class PackedBatch:
     position_ids_BT: torch.Tensor
     document_ids_BT: torch.Tensor
     supervised_BT: torch.Tensor
+    starts_D: torch.Tensor
+    longest: int
     blocks: DraftBlocks
     sample_ids: list[list[str]]
     weight: float

@@ -157,7 +157,7 @@ class PositionModel(nn.Module):
         super().__init__()
         self.model = PositionModel.Backbone()
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.config = SimpleNamespace(layer_types=None)
+        self.config = SimpleNamespace(layer_types=None, _attn_implementation="sdpa")
         self.config.get_text_config = lambda: self.config
 
     def get_decoder(self):

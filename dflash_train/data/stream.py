@@ -132,6 +132,8 @@ def assemble(
             documents[b, here] = n
             supervised[b, here] = example.supervised
             at = here.stop
+    starts = np.flatnonzero(np.diff(documents, axis=1, prepend=-2).ravel() != 0)
+    starts = np.append(starts, documents.size).astype(np.int32)
     blocks = build_blocks(ids, documents, supervised, anchors, num_blocks=num_blocks, decay_S=decay_S, slots=slots)
     index_BNS = blocks.anchors_BN.numpy()[:, :, None] + np.arange(len(decay_S))
     reached = np.zeros_like(supervised)
@@ -143,6 +145,8 @@ def assemble(
         position_ids_BT=torch.from_numpy(positions),
         document_ids_BT=torch.from_numpy(documents),
         supervised_BT=torch.from_numpy(supervised),
+        starts_D=torch.from_numpy(starts),
+        longest=int(np.diff(starts).max()),
         blocks=blocks,
         sample_ids=[[e.id for e in row] for row in rows],
         weight=float(blocks.weights_BNS.double().sum()),

@@ -1,64 +1,116 @@
-"""The target, run here by transformers."""
+"""The target, run here by transformers: continuous batching on CUDA where the target allows it, padded batches elsewhere."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
 from dflash_train.config.schema import Recipe
 from dflash_train.generation.base import Answer, Request
-from dflash_train.generation.padded import decode
+from dflash_train.generation.padded import Decoded, decode
+from dflash_train.generation.slots import Slots, cache_bytes_per_token, difference_from_plain
 from dflash_train.target.hf import load_model
+from dflash_train.target.varlen import TOLERANCE, enable_varlen
+
+MOST_SLOTS = 2048
 
 
 class Embedded:
-    """Answers requests in padded batches: those that wait are sorted by length and decoded together."""
+    """Answers requests with the target in this process, on CUDA if there is one."""
 
     def __init__(self, recipe: Recipe, target: str, tokenizer: Any):
+        config = recipe.regenerate
         self.tokenizer = tokenizer
-        self.capacity = recipe.regenerate.batch_size or 64
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_model(recipe.target, target, device)
-        if device.type == "cpu" and recipe.target.attn_implementation == "sdpa":
-            self.model.set_attn_implementation("grouped")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = load_model(recipe.target, target, self.device)
         stop = self.model.generation_config.eos_token_id
         self.stop_ids = set(stop if isinstance(stop, list) else [stop]) | {tokenizer.eos_token_id}
         self.stop_ids.discard(None)
         self.waiting: list[tuple[int, Request]] = []
+        own_kernels = recipe.target.attn_implementation == "sdpa"  # otherwise the user has chosen
+        self.slots: Slots | None = None
+        if self.device.type == "cuda":
+            count, why_not = (
+                _slots_that_fit(self.model, config.max_length, config.batch_size)
+                if own_kernels
+                else (0, f"target.attn_implementation = {recipe.target.attn_implementation}")
+            )
+            if why_not is None:
+                new = min(config.max_new_tokens, config.max_length)
+                self.slots = Slots(self.model, self.stop_ids, slots=count, length=config.max_length, max_new=new)
+            else:
+                print(f"regeneration in padded batches, several times slower than slots: {why_not}", file=sys.stderr)
+        elif own_kernels:
+            self.model.set_attn_implementation("grouped")
+        # With slots, enough is at hand to fill all that become free at once.
+        self.capacity = 2 * self.slots.slots if self.slots else config.batch_size or 64
 
     def submit(self, key: int, request: Request) -> None:
-        self.waiting.append((key, request))
+        if self.slots:
+            self.slots.submit(key, request)
+        else:
+            self.waiting.append((key, request))
 
     def collect(self) -> list[tuple[int, Answer]]:
+        if self.slots:
+            finished: list[tuple[int, Decoded]] = []
+            while not finished:
+                finished = self.slots.advance()
+            return [(key, self._answer(decoded)) for key, decoded in finished]
         batch, self.waiting = self.waiting, []
         batch.sort(key=lambda item: len(item[1].prompt_ids))
-        return list(zip([key for key, _ in batch], self._answer([request for _, request in batch]), strict=True))
+        return list(zip([key for key, _ in batch], self._decode([request for _, request in batch]), strict=True))
 
-    def _answer(self, requests: list[Request]) -> list[Answer]:
+    def _decode(self, requests: list[Request]) -> list[Answer]:
         try:
-            decoded = decode(self.model, requests, self.stop_ids)
+            return [self._answer(decoded) for decoded in decode(self.model, requests, self.stop_ids)]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             if len(requests) == 1:
                 return [Answer(error="out_of_memory")]
             half = len(requests) // 2
-        else:
-            return [self.answer(request, ids, reason) for request, (ids, reason) in zip(requests, decoded, strict=True)]
         # Outside the handler, whose traceback would keep the tensors of the failed attempt alive.
-        return self._answer(requests[:half]) + self._answer(requests[half:])
+        return self._decode(requests[:half]) + self._decode(requests[half:])
 
-    def answer(self, request: Request, token_ids: list[int], finish_reason: str) -> Answer:
+    def _answer(self, decoded: Decoded) -> Answer:
+        token_ids, finish_reason = decoded
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Answer(
-            message={"role": "assistant", "content": text},
-            prompt_ids=request.prompt_ids,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-        )
+        return Answer(message={"role": "assistant", "content": text}, token_ids=token_ids, finish_reason=finish_reason)
 
     def stats(self) -> dict[str, Any]:
-        return {}
+        if not self.slots:
+            return {}
+        idle = self.slots.idle_share()
+        return {
+            "slots": self.slots.slots,
+            "gpu_idle_share": None if idle is None else round(idle, 4),
+            "capture_seconds": round(self.slots.capture_seconds, 2),
+        }
 
     def close(self) -> None:
         self.waiting.clear()
+        self.slots = None
+
+
+def _slots_that_fit(model: Any, length: int, most: int | None) -> tuple[int, str | None]:
+    """(number of slots, None), or (0, why this target cannot be decoded in them). Checks the numbers against the ordinary forward."""
+    why_not = enable_varlen(model)
+    if why_not is not None:
+        return 0, why_not
+    try:
+        per_token = cache_bytes_per_token(model)
+        difference = difference_from_plain(model, model.get_input_embeddings().num_embeddings)
+    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        model.set_attn_implementation("sdpa")
+        return 0, f"this target does not run in them ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if not difference < TOLERANCE:
+        model.set_attn_implementation("sdpa")
+        return 0, f"their logits differ from the ordinary forward's by {difference:.1e}"
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    fit = int(0.8 * free / (per_token * length))
+    if fit < 2:
+        return 0, f"a slot of regenerate.max_length = {length} tokens takes {per_token * length / 2**30:.1f} GiB"
+    return min(fit - 1, most or MOST_SLOTS), None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dflash_train.generation.base import Request
+from dflash_train.kernels.sample import sample
 from dflash_train.target.cache import make_cache
 
 Decoded = tuple[list[int], str]  # token ids including the stop token; "stop" or "length"
@@ -88,34 +89,3 @@ def sampling_tensors(requests: list[Request], device: torch.device) -> tuple[tor
         torch.tensor(top_p, dtype=torch.float32, device=device),
         torch.tensor(top_k, dtype=torch.long, device=device),
     )
-
-
-def sample(
-    logits_BV: torch.Tensor,
-    uniform_B: torch.Tensor,
-    temperature_B: torch.Tensor,
-    top_p_B: torch.Tensor,
-    top_k_B: torch.Tensor,
-) -> torch.Tensor:
-    """Token of each row by inverse transform of its filtered distribution; uniform_B in [0, 1). Greedy where the temperature is 0.
-
-    top_k first, then top_p over what is left, as engines do. top_p keeps the smallest set that reaches the mass, and every token that is as
-    likely as its last one. The kept tokens are lined up by id, so a draw does not depend on how the set was found.
-    """
-    greedy_B = temperature_B == 0
-    scores_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
-    ordered_BV = scores_BV.sort(dim=-1, descending=True).values
-    vocab = logits_BV.shape[-1]
-    k_B = torch.where((top_k_B <= 0) | (top_k_B > vocab), vocab, top_k_B)
-    kth_B1 = ordered_BV.gather(-1, (k_B - 1)[:, None])
-    probs_BV = torch.where(ordered_BV >= kth_B1, ordered_BV, float("-inf")).softmax(-1)
-    before_BV = probs_BV.cumsum(-1) - probs_BV
-    last_B1 = ((before_BV < top_p_B[:, None]) & (probs_BV > 0)).sum(-1, keepdim=True) - 1
-    least_B1 = ordered_BV.gather(-1, last_B1.clamp_min(0))
-    weights_BV = torch.where(scores_BV >= least_B1, (scores_BV - ordered_BV[:, :1]).exp(), 0.0)
-    sums_BV = weights_BV.cumsum(-1)
-    choice_B1 = (sums_BV <= uniform_B[:, None] * sums_BV[:, -1:]).sum(-1, keepdim=True)
-    # Rounding may put a draw next to 1 past the last token that has any mass.
-    last_kept_B1 = vocab - 1 - (weights_BV > 0).flip(-1).int().argmax(-1, keepdim=True)
-    choice_B1 = torch.minimum(choice_B1, last_kept_B1)
-    return torch.where(greedy_B, logits_BV.argmax(-1), choice_B1[:, 0])

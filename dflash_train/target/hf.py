@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dflash_train.config.schema import Precision, TargetConfig
 from dflash_train.target.info import read_config, read_target_info, text_config
+from dflash_train.target.varlen import NO_MASK_SHAPE, enable_varlen
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
 
 _DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
@@ -84,7 +85,12 @@ class HFTarget:
     def load(cls, config: TargetConfig, path: str, layer_ids: tuple[int, ...], device: torch.device) -> HFTarget:
         """Load the model of a recipe. Raises ValueError with the remedy."""
         info = read_target_info(path, config.revision, config.trust_remote_code)
-        return cls(load_model(config, path, device), info, layer_ids)
+        model = load_model(config, path, device)
+        if config.attn_implementation == "sdpa" and device.type == "cuda" and model.dtype != torch.float32:
+            why_not = enable_varlen(model)
+            if why_not is not None:
+                print(f"note: packed rows are read with a dense mask instead of flash attention: {why_not}", flush=True)
+        return cls(model, info, layer_ids)
 
     def _keep(self, layer: int):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -102,6 +108,8 @@ class HFTarget:
     @torch.no_grad()
     def read(self, batch: PackedBatch) -> TargetFeatures:
         self._captured.clear()
+        if text_config(self.model.config)._attn_implementation == "varlen":
+            return self._read_side_by_side(batch)
         self.reader(
             input_ids=batch.token_ids_BT,
             position_ids=batch.position_ids_BT,
@@ -109,6 +117,21 @@ class HFTarget:
             use_cache=False,
         )
         return TargetFeatures(self._collect())
+
+    def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
+        """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
+        B, T = batch.token_ids_BT.shape
+        self.reader(
+            input_ids=batch.token_ids_BT.view(1, B * T),
+            position_ids=batch.position_ids_BT.view(1, B * T),
+            attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device),
+            use_cache=False,
+            cu_seq_lens_q=batch.starts_D,
+            cu_seq_lens_k=batch.starts_D,
+            max_length_q=batch.longest,
+            max_length_k=batch.longest,
+        )
+        return TargetFeatures(self._collect().view(B, T, -1))
 
     def _collect(self) -> torch.Tensor:
         missing = [i for i in self.layer_ids if i not in self._captured]

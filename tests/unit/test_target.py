@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import toys
@@ -11,6 +13,7 @@ from dflash_train.objective.loss import transform_logits
 from dflash_train.target.base import check_features
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.info import read_target_info
+from dflash_train.target.varlen import enable_varlen
 from dflash_train.types import TargetFeatures
 
 
@@ -35,6 +38,21 @@ def test_features_equal_the_models_hidden_states_before_the_final_norm():
     states = toys.toy_model()(input_ids=batch.token_ids_BT, output_hidden_states=True).hidden_states
     expected = torch.cat([states[i + 1] for i in (0, 2, 3)], -1)
     torch.testing.assert_close(target.read(batch).features_BTF, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_documents_side_by_side_are_read_as_with_a_dense_mask(window):
+    model = copy.deepcopy(toys.toy_model(window=window))
+    info = toys.toy_info()
+    batch = toys.batch_of(
+        [[toys.document(11), toys.document(5)], [toys.document(16)], []], [[], [], []], block_size=4, length=18
+    )
+    dense = HFTarget(model, info, (1, 3)).read(batch).features_BTF
+    assert enable_varlen(model) is None
+    packed = HFTarget(model, info, (1, 3)).read(batch).features_BTF
+    assert batch.starts_D.tolist() == [0, 11, 16, 18, 34, 36, 54] and batch.longest == 18
+    real = batch.document_ids_BT >= 0
+    torch.testing.assert_close(packed[real], dense[real], rtol=1e-4, atol=1e-5)
 
 
 def test_decoding_captures_the_same_features_as_reading():

@@ -1,0 +1,329 @@
+"""Continuous batching for one GPU: a fixed number of slots, each with its own part of a static cache; a finished answer's slot is filled
+with the next prompt while the others go on.
+
+A decoding step has static shapes and decides on the device who has finished, so it is captured as a CUDA graph and replayed a period of
+`PERIOD` steps at a time. While one period runs, the host reads what the period before it finished; the GPU does not wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_train.generation.base import Request
+from dflash_train.generation.padded import Decoded, sampling_tensors
+from dflash_train.kernels.sample import sample
+from dflash_train.target.varlen import NO_MASK_SHAPE
+
+PERIOD = 8
+PREFILL_TOKENS = 16384
+SMALLEST = 32
+
+
+class SlotCache:
+    """Keys and values of all slots, per layer (slots x length, Hkv, D); allocated by a layer's first update.
+
+    `places` int64 (T,): where the tokens of this forward go. During a prefill the layer attends to what it just computed, later to the cache.
+    """
+
+    def __init__(self, slots: int, length: int):
+        self.size = slots * length
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.places: torch.Tensor = torch.empty(0, dtype=torch.long)
+        self.prefill = False
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self.layers:
+            self.layers[layer] = tuple(x.new_zeros(self.size, x.shape[1], x.shape[3]) for x in (key, value))
+        for kept, new in zip(self.layers[layer], (key, value), strict=True):
+            kept.index_copy_(0, self.places, new[0].transpose(0, 1))
+        return (key, value) if self.prefill else self.layers[layer]
+
+
+@dataclass
+class _Occupant:
+    key: int
+    since: int  # the first period that this occupant takes part in
+
+
+class Slots:
+    """Decodes requests of at most `length` tokens, prompt and answer together, and `max_new` of answer."""
+
+    def __init__(
+        self, model: nn.Module, stop_ids: set[int], *, slots: int, length: int, max_new: int, graphs: bool = True
+    ):
+        self.stop_ids = stop_ids
+        self.model, self.length_limit, self.max_new = model, length, max_new
+        self.device = next(model.parameters()).device
+        self.slots, self.scratch = slots, slots  # the slot behind the others takes what must go nowhere
+        self.use_graphs = graphs and self.device.type == "cuda"
+        count = slots + 1
+        new = lambda dtype, *shape: torch.zeros(count, *shape, dtype=dtype, device=self.device)  # noqa: E731
+        self.token, self.length, self.count, self.limit = (new(torch.long) for _ in range(4))
+        self.temperature, self.top_p, self.top_k = new(torch.float32), new(torch.float32), new(torch.long)
+        self.uniform, self.out = new(torch.float32, max_new), new(torch.int32, max_new)
+        self.done = torch.ones(count, dtype=torch.bool, device=self.device)
+        self.stop = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.device)
+        self.no_mask = torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device)
+        self.cache = SlotCache(count, length)
+        self.occupants: list[_Occupant | None] = [None] * slots
+        self.free = list(range(slots - 1, -1, -1))
+        self.waiting: deque[tuple[int, Request]] = deque()
+        self.period = 0
+        self.snapshots: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
+        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.capture_seconds = 0.0
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.waiting) + sum(occupant is not None for occupant in self.occupants)
+
+    def submit(self, key: int, request: Request) -> None:
+        assert len(request.prompt_ids) + request.max_new_tokens <= self.length_limit
+        assert request.max_new_tokens <= self.max_new
+        self.waiting.append((key, request))
+
+    @torch.inference_mode()
+    def advance(self) -> list[tuple[int, Decoded]]:
+        """Fill free slots, start a period, and return the answers that the period before it finished; may be none yet."""
+        begin = self._mark()
+        self._admit()
+        running = any(occupant is not None for occupant in self.occupants)
+        if running:
+            self._run_period()
+            if begin is not None:
+                self.spans.append((begin, self._mark()))
+        return self._harvest() if len(self.snapshots) > (running and begin is not None) else []
+
+    def idle_share(self) -> float | None:
+        """Share of the time since the first period in which the GPU had nothing queued."""
+        if len(self.spans) < 2:
+            return None
+        torch.cuda.synchronize(self.device)
+        busy = sum(begin.elapsed_time(end) for begin, end in self.spans)
+        return max(0.0, 1 - busy / self.spans[0][0].elapsed_time(self.spans[-1][1]))
+
+    # --- what happens on the device ---
+
+    def _prefill(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
+        """Read prompts into their slots; returns the logits (rows, V) of their last tokens."""
+        lengths = [len(request.prompt_ids) for request in requests]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        ids = torch.tensor([token for request in requests for token in request.prompt_ids])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        base = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)) * self.length_limit
+        ids, positions, places, last = self._put(ids, positions, base + positions, ends[1:] - 1)
+        (starts,) = self._put(ends.int())
+        self.cache.places, self.cache.prefill = places, True
+        logits = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            attention_mask=self.no_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=last,
+            cu_seq_lens_q=starts,
+            cu_seq_lens_k=starts,
+            max_length_q=max(lengths),
+            max_length_k=max(lengths),
+        ).logits[0]
+        self.cache.prefill = False
+        return logits
+
+    def _decode(self, slot_N: torch.Tensor) -> torch.Tensor:
+        """One token of each slot through the model: logits (N, V)."""
+        length_N = self.length[slot_N]
+        begins_N = slot_N * self.length_limit
+        self.cache.places = begins_N + length_N
+        return self.model(
+            input_ids=self.token[slot_N][None],
+            position_ids=length_N[None],
+            attention_mask=self.no_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            cu_seq_lens_q=torch.arange(len(slot_N) + 1, dtype=torch.int32, device=self.device),
+            cu_seq_lens_k=torch.cat([begins_N, begins_N[-1:]]).int(),
+            max_length_q=1,
+            max_length_k=self.length_limit,
+            seqused_k=(length_N + 1).int(),
+        ).logits[0]
+
+    def _emit(self, slot_N: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        """Choose the next token of each slot, unless it is done."""
+        done_N, count_N = self.done[slot_N], self.count[slot_N]
+        column_N = count_N.clamp(max=self.max_new - 1)
+        next_N = sample(
+            logits_NV, self.uniform[slot_N, column_N], self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N]
+        )
+        next_N = torch.where(done_N, self.token[slot_N], next_N)
+        self.out[slot_N, column_N] = torch.where(done_N, self.out[slot_N, column_N], next_N.int())
+        count_N = count_N + ~done_N
+        self.token[slot_N], self.count[slot_N] = next_N, count_N
+        stopped_N = (next_N[:, None] == self.stop).any(-1)
+        self.done[slot_N] = done_N | stopped_N | (count_N >= self.limit[slot_N])
+
+    def _step(self, slot_N: torch.Tensor) -> None:
+        logits_NV = self._decode(slot_N)
+        self.length[slot_N] = self.length[slot_N] + ~self.done[slot_N]
+        self._emit(slot_N, logits_NV)
+
+    # --- what the host decides ---
+
+    def _put(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Copies on the device that do not wait for what is queued there."""
+        if self.device.type != "cuda":
+            return list(tensors)
+        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _admit(self) -> None:
+        while self.waiting and self.free:
+            slots: list[int] = []
+            requests: list[Request] = []
+            tokens = 0
+            while self.waiting and self.free:
+                key, request = self.waiting[0]
+                if requests and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
+                    break
+                self.waiting.popleft()
+                slot = self.free.pop()
+                self.occupants[slot] = _Occupant(key, self.period)
+                slots.append(slot)
+                requests.append(request)
+                tokens += len(request.prompt_ids)
+            self._seat(slots, requests)
+
+    def _seat(self, slots: list[int], requests: list[Request]) -> None:
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests])
+        limits = torch.tensor([request.max_new_tokens for request in requests])
+        draws = torch.zeros(len(requests), self.max_new)
+        for row, request in zip(draws, requests, strict=True):
+            if request.temperature > 0:
+                generator = torch.Generator().manual_seed(request.seed)
+                row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=generator)
+        sampling = sampling_tensors(requests, torch.device("cpu"))
+        slot_N, length_N, limit_N, uniform_NT, temperature_N, top_p_N, top_k_N = self._put(
+            torch.tensor(slots), lengths, limits, draws, *sampling
+        )
+        logits_NV = self._prefill(slots, requests)
+        self.length[slot_N], self.limit[slot_N], self.uniform[slot_N] = length_N, limit_N, uniform_NT
+        self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N] = temperature_N, top_p_N, top_k_N
+        self.count[slot_N], self.done[slot_N] = 0, False
+        self._emit(slot_N, logits_NV)
+
+    def _run_period(self) -> None:
+        taken = [slot for slot, occupant in enumerate(self.occupants) if occupant is not None]
+        size = self.slots
+        while size // 2 >= max(len(taken), SMALLEST):
+            size //= 2
+        chosen = torch.tensor(taken + [self.scratch] * (size - len(taken)))
+        (slot_N,) = self._put(chosen)
+        if self.use_graphs:
+            graph, static_N = self._graph(size)
+            static_N.copy_(slot_N, non_blocking=True)
+            for _ in range(PERIOD):
+                graph.replay()
+        else:
+            for _ in range(PERIOD):
+                self._step(slot_N)
+        flags = torch.empty(self.slots, dtype=torch.bool, pin_memory=self.device.type == "cuda")
+        flags.copy_(self.done[: self.slots], non_blocking=True)
+        self.snapshots.append((self.period, flags, self._mark()))
+        self.period += 1
+
+    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The step for so many slots, captured when it is first wanted."""
+        if size not in self.graphs:
+            started = time.monotonic()
+            static_N = torch.full((size,), self.scratch, dtype=torch.long, device=self.device)
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                self._step(static_N)  # on the scratch slot, which is done: nothing changes
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._step(static_N)
+            self.graphs[size] = graph, static_N
+            self.capture_seconds += time.monotonic() - started
+        return self.graphs[size]
+
+    def _harvest(self) -> list[tuple[int, Decoded]]:
+        if not self.snapshots:
+            return []
+        period, flags, event = self.snapshots.popleft()
+        if event is not None:
+            event.synchronize()
+        finished = [
+            slot
+            for slot in flags.nonzero()[:, 0].tolist()
+            if (occupant := self.occupants[slot]) is not None and occupant.since <= period
+        ]
+        if not finished:
+            return []
+        rows, counts = self._fetch(finished, event)
+        answers = []
+        for slot, ids, count in zip(finished, rows, counts, strict=True):
+            occupant = self.occupants[slot]
+            assert occupant is not None
+            self.occupants[slot] = None
+            self.free.append(slot)
+            answers.append((occupant.key, (ids[:count], "stop" if ids[count - 1] in self.stop_ids else "length")))
+        return answers
+
+    def _fetch(self, slots: list[int], event: torch.cuda.Event | None) -> tuple[list[list[int]], list[int]]:
+        """Tokens and counts of slots that are done; their state does not change any more, so another stream may read it."""
+        if self.side is None:
+            index = torch.tensor(slots)
+            return self.out[index].tolist(), self.count[index].tolist()
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(event)
+            index = torch.tensor(slots).pin_memory().to(self.device, non_blocking=True)
+            out, count = self.out[index], self.count[index]
+            return out.cpu().tolist(), count.cpu().tolist()
+
+
+def cache_bytes_per_token(model: nn.Module) -> int:
+    """Bytes of keys and values that one token takes in all layers."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        cache = model(input_ids=torch.tensor([[0]], device=device), use_cache=True).past_key_values
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+@torch.inference_mode()
+def difference_from_plain(model: nn.Module, vocab_size: int) -> float:
+    """Largest relative difference ||a - b|| / ||b|| between the logits of slots and of the model's ordinary forward, after prompts of
+    several lengths and after one more token."""
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocab_size, (length,), generator=random).tolist() for length in (5, 33, 18)]
+    requests = [Request(messages=[], prompt_ids=ids[:-1], max_new_tokens=2, seed=0) for ids in prompts]
+    slots = Slots(model, set(), slots=len(prompts), length=64, max_new=2, graphs=False)
+    order = list(range(len(prompts)))
+    after_prompt = slots._prefill(order, requests)
+    index = torch.tensor(order, device=slots.device)
+    slots.token[index] = torch.tensor([ids[-1] for ids in prompts], device=slots.device)
+    slots.length[index] = torch.tensor([len(ids) - 1 for ids in prompts], device=slots.device)
+    after_token = slots._decode(index)
+    worst = 0.0
+    for row, ids in enumerate(prompts):
+        plain = model(input_ids=torch.tensor([ids], device=slots.device), use_cache=False).logits[0, -2:].float()
+        for ours, theirs in ((after_prompt[row], plain[0]), (after_token[row], plain[1])):
+            worst = max(worst, float((ours.float() - theirs).norm() / theirs.norm()))
+    return worst

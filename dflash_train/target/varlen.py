@@ -1,0 +1,148 @@
+"""Attention over sequences laid side by side without padding: flash attention on CUDA in 16 bits, a plain loop elsewhere.
+
+The transformers attention "varlen" is torch's sdpa until a forward is given `cu_seq_lens_q` and its companions (named as transformers names
+them); then every query sees its own sequence only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dflash_train.target.info import text_config
+
+# A mask of four dimensions is handed through by transformers as it is: nothing is built, nothing looked at.
+NO_MASK_SHAPE = (1, 1, 1, 1)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    seqused_k: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (1, Hq, Tq, D); key and value (1, Hkv, Tk, D), or (Tk, Hkv, D) where they are a cache; returns ((1, Tq, Hq, D), None).
+
+    cu_seq_lens_q int32 (sequences + 1,): where each sequence's queries begin, and the end. cu_seq_lens_k: the same for its keys; with seqused_k
+    int32 (sequences,) only so many keys from there are used, and the beginnings may be in any order. The last query of a sequence stands at
+    its last key. max_length_*: upper bounds. Raises ValueError for what the kernel leaves out (soft-caps, sinks).
+    """
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    left_out = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if left_out:
+        raise ValueError(f"varlen attention has no {', '.join(left_out)}; use sdpa or eager")
+    q = query[0].transpose(0, 1)
+    k, v = (x if x.dim() == 3 else x[0].transpose(0, 1) for x in (key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if q.is_cuda:
+        out = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            max_length_q,
+            max_length_k,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=None if sliding_window is None else sliding_window - 1,
+            window_size_right=None if sliding_window is None else 0,
+            seqused_k=seqused_k,
+        )[0]
+    else:
+        out = _one_by_one(q, k, v, cu_seq_lens_q, cu_seq_lens_k, seqused_k, scale, sliding_window)
+    return out[None], None
+
+
+def _one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    used: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The same, one sequence after the other. q (Tq, Hq, D), k and v (Tk, Hkv, D)."""
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
+    group = q.shape[1] // k.shape[1]
+    begins_q, begins_k = starts_q.tolist(), starts_k.tolist()
+    lengths_k = used.tolist() if used is not None else [b - a for a, b in zip(begins_k[:-1], begins_k[1:])]
+    for i, length in enumerate(lengths_k):
+        rows = slice(begins_q[i], begins_q[i + 1])
+        columns = slice(begins_k[i], begins_k[i] + length)
+        L = begins_q[i + 1] - begins_q[i]
+        if L == 0:
+            continue
+        kk, vv = (x[columns].repeat_interleave(group, 1).float() for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float() * scale, kk)
+        distance = (torch.arange(L)[:, None] + length - L - torch.arange(length)).to(q.device)
+        hidden = (distance < 0) | (distance >= (window or length + 1))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, vv).to(q.dtype)
+    return out
+
+
+AttentionInterface.register("varlen", varlen_attention)
+AttentionMaskInterface.register("varlen", sdpa_mask)
+
+
+TOLERANCE = 0.05  # 16-bit rounding through two orders of summation, as a relative difference of hidden states
+
+
+@torch.no_grad()
+def enable_varlen(model: nn.Module) -> str | None:
+    """Switch a model's attention to "varlen" if sequences laid side by side then give what each gives alone; else leave "sdpa" and return why."""
+    config = text_config(model.config)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"this target has {', '.join(sorted(kinds))} layers"
+    device = next(model.parameters()).device
+    if device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
+        return f"flash attention needs 16 bits, target.precision is {model.dtype}"
+    window = getattr(config, "sliding_window", None) or 0
+    lengths = (5, window + 17 if 0 < window <= 8192 else 41, 18)
+    random = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(config.vocab_size, (length,), generator=random).to(device) for length in lengths]
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    alone = torch.cat([backbone(input_ids=ids[None], use_cache=False)[0][0].float() for ids in sequences])
+    model.set_attn_implementation("varlen")
+    try:
+        packed = backbone(
+            input_ids=torch.cat(sequences)[None],
+            position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+            attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device),
+            use_cache=False,
+            cu_seq_lens_q=starts,
+            cu_seq_lens_k=starts,
+            max_length_q=max(lengths),
+            max_length_k=max(lengths),
+        )[0][0].float()
+        difference = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
+        why_not = None if difference < TOLERANCE else f"it gives hidden states that differ by {difference:.1e}"
+    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        why_not = f"this target does not run with it ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if why_not is not None:
+        model.set_attn_implementation("sdpa")
+    return why_not
