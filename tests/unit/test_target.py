@@ -52,7 +52,7 @@ def test_documents_side_by_side_are_read_as_with_a_dense_mask(window):
     packed = HFTarget(model, info, (1, 3)).read(batch).features_BTF
     assert batch.starts_D.tolist() == [0, 11, 16, 18, 34, 36, 54] and batch.longest == 18
     real = batch.document_ids_BT >= 0
-    torch.testing.assert_close(packed[real], dense[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[real], dense[real], rtol=1e-3, atol=1e-4)
 
 
 def test_decoding_captures_the_same_features_as_reading():
