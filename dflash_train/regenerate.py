@@ -71,16 +71,16 @@ def regenerate(recipe: Recipe, backend: Backend | None = None) -> dict[str, Any]
             backend = open_backend(job)
             held.callback(backend.close)
         failed_path(job.output).unlink(missing_ok=True)
-        works = [job.begin(conversation) for conversation in pending]
+        waiting = deque(job.begin(conversation) for conversation in pending)
         if recipe.regenerate.backend is BackendName.transformers:
-            works.sort(key=size)  # its batches are padded
+            waiting = deque(sorted(waiting, key=size))  # its batches are padded
         try:
-            if works:
+            if waiting:
                 assert backend is not None
                 # What a killed run leaves.
                 write_manifest(job.output, {"output": job.output.name, "complete": False, "generator": job.description})
-                with job.output.open("ab") as rows, run.progress(len(works), recipe.track.progress):
-                    run.answer_all(job, works, backend, rows)
+                with job.output.open("ab") as rows, run.progress(len(waiting), recipe.track.progress):
+                    run.answer_all(job, waiting, backend, rows)
             run.complete = True
         finally:
             if backend is not None:
@@ -127,13 +127,14 @@ class Run:
         self.reasons: dict[str, str] = {}  # kind -> the first reason of that kind
         self.parsed_calls = self.unparsed_calls = 0
 
-    def answer_all(self, job: Job, works: list[Work], backend: Backend, rows: IO[bytes]) -> None:
+    def answer_all(self, job: Job, waiting: deque[Work], backend: Backend, rows: IO[bytes]) -> None:
         """Keep up to `backend.capacity` requests in flight until every conversation has its row or a reason why not.
 
-        A conversation that goes on comes before one that has not begun.
+        A conversation that goes on comes before one that has not begun. `waiting` is used up, so that finished ones leave the memory.
         """
         config = job.recipe.regenerate
-        waiting, in_flight, key = deque(works), dict[int, Work](), 0
+        in_flight: dict[int, Work] = {}
+        key = 0
         while waiting or in_flight:
             while waiting and len(in_flight) < backend.capacity:
                 work = waiting.popleft()

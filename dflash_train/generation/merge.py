@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,12 +161,13 @@ def _joined(job: Job, paths: list[Path], places: dict[str, Place]) -> Iterator[b
                 yield stream.read(place.length)
 
 
-def _write(output: Path, joined: Any) -> None:
+def _write(output: Path, joined: Callable[[], Iterator[bytes]]) -> None:
     """Put the joined rows in the output's place. Raises ValueError where another file is there."""
     if not output.exists() or output.stat().st_size == 0:
         replace(output, joined())
         return
-    there, made = hashlib.sha256(output.read_bytes()), hashlib.sha256()
+    with output.open("rb") as stream:
+        there, made = hashlib.file_digest(stream, "sha256"), hashlib.sha256()
     for part in joined():
         made.update(part)
     if there.digest() != made.digest():
