@@ -1,353 +1,272 @@
 """Replace every answer of a prompt set by what the frozen target says, so that the drafter learns the text it
 will draft.
 
-The output is append-only JSONL. A restart continues it: ids that are present are skipped, a half-written last
-line is cut off, and a file that another generator began is refused. A row with one answer carries the exact
-`prompt_ids` and `response_ids`; a row with several carries them per turn in `turn_ids`, each turn having seen
-the new answers before it.
+The output is append-only JSONL; a row is written as soon as its conversation is finished. A restart continues it: ids that are
+present are skipped, a half-written last line is cut off, and a file that another generator began is refused. Where the backend knows
+token ids, a row with one answer carries the exact `prompt_ids` and `response_ids`, and a row with several carries them per turn
+in `turn_ids`, each turn having seen the new answers before it; elsewhere a row is its `messages`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import inspect
+import contextlib
 import json
+import re
+import signal
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter, deque
+from collections.abc import Iterator
 from typing import IO, Any
 
-import jinja2
-import torch
 from tqdm import tqdm
 
-from dflash_train.assets import resolve
-from dflash_train.config.schema import Recipe, RegenerateConfig
-from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash
-from dflash_train.data.read import read_conversations
-from dflash_train.target.cache import make_cache
-from dflash_train.target.hf import load_model
-from dflash_train.types import Conversation
+from dflash_train.config.schema import Api, Recipe
+from dflash_train.config.schema import Backend as BackendName
+from dflash_train.generation.base import Answer, Backend
+from dflash_train.generation.conversation import Work, accept, advance, next_request, size
+from dflash_train.generation.job import Job, open_job
+from dflash_train.generation.output import (
+    Counts,
+    cut_half_line,
+    failed_path,
+    line_of,
+    lock,
+    read_done,
+    totals,
+    write_manifest,
+)
+from dflash_train.generation.tool_calls import RESULT_ROLES, as_message, call_as_text, tool_names
 
-# Written anew for each row; whatever an input row says about them belongs to the answers that are replaced.
-REPLACED = {"turn_ids", "generator", "finish_reason"}
+TERMINATED = 143  # the exit code of a process that SIGTERM ends
+FIRST_FAILURES = 8  # requests that must fail before a run without any success is given up, if fewer are in flight
+FIRST_UNPARSED = 8  # the same for tool calls that a server returns as plain text
+TOOL_PARSER = (
+    "start the server with its tool parser (vLLM: --enable-auto-tool-choice --tool-call-parser NAME; SGLang: --tool-call-parser NAME; "
+    "llama.cpp: --jinja), or set regenerate.api=completions"
+)
 
 
-@dataclass(kw_only=True)
-class Request:
-    """One answer to generate: at most `max_new_tokens` after `prompt_ids`, sampled with `seed`."""
+def regenerate(recipe: Recipe, backend: Backend | None = None) -> dict[str, Any]:
+    """Run `recipe.regenerate` to its end and return the manifest, which is also written to `<output>.manifest.json`.
 
-    prompt_ids: list[int]
-    max_new_tokens: int
-    seed: int
-
-
-@dataclass(kw_only=True)
-class Answer:
-    """Generated ids including the stop token; finish_reason is "stop" or "length". `error` is set instead
-    where it failed.
+    `backend` answers; by default the one that the recipe names. It is closed at the end, whatever happens. Conversations that
+    fail go to `<output>.failed.jsonl` with a reason and are tried again by the next run. After Ctrl-C, SIGTERM (SystemExit 143) or any
+    error, finished rows are in the output and the manifest says `complete: false`.
+    Raises ValueError for prompts that cannot be read, too many unusable ones, an output that another generator began, and a backend of
+    which the first answers all fail for one reason.
     """
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "stop"
-    error: str | None = None
-
-
-Generate = Callable[[list[Request]], list[Answer]]
-
-
-def regenerate(recipe: Recipe, generate: Generate | None = None) -> dict[str, Any]:
-    """Run `recipe.regenerate` to its end and return the manifest, which is also written to
-    `<output>.manifest.json`.
-
-    `generate` answers a batch of requests; by default the target itself, run here by transformers.
-    Conversations that fail go to `<output>.failed.jsonl` with a reason and are tried again by the next run.
-    Raises ValueError for prompts that cannot be read, too many unusable ones, or an output that another
-    generator began.
-    """
-    config, started = recipe.regenerate, time.monotonic()
-    target = resolve(recipe.target.path, "target")
-    tokenizer = load_tokenizer(
-        target, recipe.target.revision, recipe.target.trust_remote_code, recipe.data.chat_template
-    )
-    generator = describe_generator(recipe, tokenizer)
-    conversations, kept = read_conversations(
-        [resolve(config.prompts, "prompts")], limit=config.limit, need_answer=False
-    )
-    for conversation in [c for c in conversations if not c.messages]:
-        kept.reject("no_messages", conversation.source)  # bare token ids: nothing to render again
-        conversations.remove(conversation)
-    kept.check(recipe.data.max_dropped)
-    output = Path(config.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(output)
-    done = _repair_and_read(output, generator)
-    pending = [conversation for conversation in conversations if conversation.id not in done]
-    print(
-        f"prompts: {kept.table()}\n{len(conversations) - len(pending)} of them are already in {output}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-    notes: Counter[str] = Counter()
-    failed_path, failed, written, tokens = Path(f"{output}.failed.jsonl"), 0, 0, 0
-    failed_path.unlink(missing_ok=True)
-    if pending and generate is None:
-        generate = embedded_generate(recipe, target, tokenizer)
-    with (
-        output.open("a", encoding="utf-8") as rows,
-        tqdm(total=len(pending), desc="regenerating", unit="row", disable=not recipe.track.progress) as bar,
-    ):
-        for batch in _batches(pending, tokenizer, config):
-            assert generate is not None
-            for row, error in _answer_batch(batch, tokenizer, config, generate, generator, notes):
-                if error is None:
-                    rows.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    written, tokens = written + 1, tokens + _count_tokens(row)
-                else:
-                    failed += 1
-                    with failed_path.open("a", encoding="utf-8") as failures:
-                        failures.write(json.dumps({"id": row["id"], "reason": error}) + "\n")
-            rows.flush()
-            bar.update(len(batch))
-            bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s, {failed} failed")
-    seconds = time.monotonic() - started
-    manifest = {
-        **_totals(output),
-        "failed": failed,
-        "prompts": kept.kept,
-        "dropped_prompts": dict(kept.dropped),
-        "notes": dict(notes),
-        "new_rows": written,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1),
-        "generator": generator,
-        "max_new_tokens": config.max_new_tokens,
-        "max_length": config.max_length,
-    }
-    Path(f"{output}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    lock.close()
+    run = Run(time.monotonic())
+    with contextlib.ExitStack() as held, _sigterm_exits():
+        if backend is not None:
+            held.callback(backend.close)
+        job = open_job(recipe)
+        held.enter_context(lock(job.output))
+        done = read_done(job.output, job.description)
+        pending = [conversation for conversation in job.conversations if conversation.id not in done]
+        there = len(job.conversations) - len(pending)
+        print(f"prompts: {job.kept.table()}\n{there} of them are already in {job.output}", file=sys.stderr, flush=True)
+        if pending and backend is None:
+            backend = open_backend(job)
+            held.callback(backend.close)
+        failed_path(job.output).unlink(missing_ok=True)
+        waiting = deque(job.begin(conversation) for conversation in pending)
+        if recipe.regenerate.backend is BackendName.transformers:
+            waiting = deque(sorted(waiting, key=size))  # its batches are padded
+        try:
+            if waiting:
+                assert backend is not None
+                # What a killed run leaves.
+                write_manifest(job.output, {"output": job.output.name, "complete": False, "generator": job.description})
+                with job.output.open("ab") as rows, run.progress(len(waiting), recipe.track.progress):
+                    run.answer_all(job, waiting, backend, rows)
+            run.complete = True
+        finally:
+            if backend is not None:
+                run.stats = backend.stats()
+            cut_half_line(job.output)
+            manifest = run.manifest(job)
+            write_manifest(job.output, manifest)
+            if not run.complete:
+                print(
+                    f"stopped after {run.new.rows} new rows; the same command continues {job.output}", file=sys.stderr
+                )
     return manifest
 
 
-def describe_generator(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """What defines the distribution of the answers; stored with every row and compared on a restart."""
-    config = recipe.regenerate
-    kwargs = dict(config.chat_template_kwargs)
-    return {
-        "model": recipe.target.path,
-        "revision": recipe.target.revision,
-        "template_hash": template_hash(tokenizer, kwargs),
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "seed": config.seed,
-        "precision": recipe.target.precision.value,
-        "chat_template_kwargs": kwargs,
-    }
+def open_backend(job: Job) -> Backend:
+    """What `regenerate.backend` names, ready to answer. Its libraries are imported only now."""
+    recipe = job.recipe
+    if recipe.regenerate.backend is BackendName.openai:
+        from dflash_train.generation.openai import OpenAIBackend
+
+        return OpenAIBackend(recipe, job.tokenizer)
+    if recipe.regenerate.backend is BackendName.vllm:
+        from dflash_train.generation.vllm import VllmBackend
+
+        return VllmBackend(recipe, job.target, job.tokenizer)
+    from dflash_train.generation.embedded import Embedded
+
+    return Embedded(recipe, job.target, job.tokenizer)
 
 
-# --- one batch of conversations ---
+class Run:
+    """One call of `regenerate`: the loop, and what it counts on the way."""
 
+    def __init__(self, started: float):
+        self.started = started
+        self.complete = False
+        self.new = Counts()
+        self.failed = 0
+        self.notes: Counter[str] = Counter()
+        self.stats: dict[str, Any] = {}
+        self.bar: tqdm | None = None
+        self.answered = 0  # requests with an answer
+        self.unanswered = 0
+        self.reasons: dict[str, str] = {}  # kind -> the first reason of that kind
+        self.parsed_calls = self.unparsed_calls = 0
 
-@dataclass
-class _Work:
-    """A conversation on its way: what is settled so far, and what it still has to go through."""
+    def answer_all(self, job: Job, waiting: deque[Work], backend: Backend, rows: IO[bytes]) -> None:
+        """Keep up to `backend.capacity` requests in flight until every conversation has its row or a reason why not.
 
-    conversation: Conversation
-    kwargs: dict[str, Any]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    rest: list[dict[str, Any]] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    error: str | None = None
-    prompt: list[int] = field(default_factory=list)
+        A conversation that goes on comes before one that has not begun. `waiting` is used up, so that finished ones leave the memory.
+        """
+        config = job.recipe.regenerate
+        in_flight: dict[int, Work] = {}
+        key = 0
+        while waiting or in_flight:
+            while waiting and len(in_flight) < backend.capacity:
+                work = waiting.popleft()
+                if not advance(work, job.tokenizer, config.max_length, self.notes):
+                    self.finish(job, work, rows)
+                    continue
+                backend.submit(key, next_request(work, config))
+                in_flight[key] = work
+                key += 1
+            for answered, answer in backend.collect() if in_flight else ():
+                work = in_flight.pop(answered)
+                self.take(job, work, answer)
+                if work.rest:
+                    waiting.appendleft(work)
+                else:
+                    self.finish(job, work, rows)
+                self.check_first(backend.capacity)
 
+    def take(self, job: Job, work: Work, answer: Answer) -> None:
+        """One answer into its conversation; where that fails, the conversation has an error and no rest."""
+        work.tries = answer.tries
+        if answer.error is not None:
+            work.error, work.status, work.rest = answer.error, answer.status, []
+            self.unanswered += 1
+            self.reasons.setdefault(_kind(answer.error), answer.error)
+            return
+        self.answered += 1
+        called = self.call_without_parser(job, work, answer)
+        if called is not None:
+            work.error = f"tool_call_in_text: the server returned a call of {called} as plain text; {TOOL_PARSER}"
+            work.rest = []
+            return
+        accept(work, answer, job.tokenizer, self.notes)
 
-def _prepare(conversation: Conversation, kwargs: dict[str, Any]) -> _Work:
-    messages = conversation.messages
-    if messages[-1]["role"] != "assistant":
-        messages = [*messages, {"role": "assistant", "content": ""}]
-    # An answer that nobody asked for (a greeting before the first question) is part of the prompt.
-    first = next(i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
-    return _Work(conversation, {**kwargs, **conversation.chat_template_kwargs}, messages[:first], messages[first:])
+    def call_without_parser(self, job: Job, work: Work, answer: Answer) -> str | None:
+        """The function that an answer calls in its text although the server should have told calls apart; the recorded results would
+        otherwise be lost without a word.
+        """
+        config, conversation = job.recipe.regenerate, work.conversation
+        recorded = any(message["role"] in RESULT_ROLES for message in conversation.messages)
+        parses = config.backend is BackendName.openai and config.api is Api.chat
+        if not (parses and conversation.tools and recorded):
+            return None
+        message = as_message(answer.message)
+        called = call_as_text(message, tool_names(conversation))
+        self.parsed_calls += "tool_calls" in message
+        self.unparsed_calls += called is not None
+        return called
 
-
-def _batches(pending: list[Conversation], tokenizer: Any, config: RegenerateConfig) -> Iterator[list[_Work]]:
-    """Conversations with as many turns and about as much text, longest first: what does not fit shows at
-    once.
-    """
-    works = [_prepare(conversation, dict(config.chat_template_kwargs)) for conversation in pending]
-
-    def size(work: _Work) -> tuple[int, int, str]:
-        turns = sum(message["role"] == "assistant" for message in work.rest)
-        return -turns, -sum(len(m["content"]) for m in work.messages + work.rest), work.conversation.id
-
-    works.sort(key=size)
-    for i in range(0, len(works), config.batch_size):
-        yield works[i : i + config.batch_size]
-
-
-def _answer_batch(
-    works: list[_Work],
-    tokenizer: Any,
-    config: RegenerateConfig,
-    generate: Generate,
-    generator: dict[str, Any],
-    notes: Counter[str],
-) -> list[tuple[dict[str, Any], str | None]]:
-    """(row, None) or ({"id"}, reason) for each conversation, in order."""
-    active = works
-    while active := [work for work in active if _advance(work, tokenizer, config, notes)]:
-        requests = [
-            Request(
-                prompt_ids=work.prompt,
-                max_new_tokens=min(config.max_new_tokens, config.max_length - len(work.prompt)),
-                seed=_seed(config.seed, work.conversation.id, len(work.turns)),
+    def check_first(self, capacity: int) -> None:
+        """Give up where nothing has worked yet and nothing says that it will."""
+        if not self.answered and self.unanswered >= max(capacity, FIRST_FAILURES) and len(self.reasons) == 1:
+            raise ValueError(
+                f"the first {self.unanswered} requests all failed: {next(iter(self.reasons.values()))}; mend the backend (regenerate.backend and what "
+                "belongs to it), then run the same command again"
             )
-            for work in active
-        ]
-        for work, answer in zip(active, generate(requests), strict=True):
-            if answer.error is not None:
-                work.error, work.rest = answer.error, []
-                continue
-            text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            work.messages.append({"role": "assistant", "content": text})
-            work.turns.append(
-                {"prompt_ids": work.prompt, "response_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+        if self.unparsed_calls >= FIRST_UNPARSED and not self.parsed_calls:
+            raise ValueError(
+                f"the server returned tool calls as plain text in {self.unparsed_calls} answers and told none apart; {TOOL_PARSER}"
             )
-            old = work.rest.pop(0)
-            if work.rest and answer.finish_reason == "length":
-                # The target would never see a cut answer closed by a turn end.
-                notes["ended_at_cut_answer"] += 1
-                work.rest = []
-            elif work.rest and work.rest[0]["role"] in ("tool", "function", "ipython") and not _calls(old, text):
-                # The recorded tool result answers a call that the target did not make.
-                notes["ended_at_missing_tool_call"] += 1
-                work.rest = []
-    return [
-        ({"id": work.conversation.id}, work.error) if work.error else (_row(work, generator), None) for work in works
-    ]
+
+    def finish(self, job: Job, work: Work, rows: IO[bytes]) -> None:
+        """Write the row, or why there is none, at once."""
+        if work.error is None:
+            row = job.row(work)
+            rows.write(line_of(row))
+            rows.flush()
+            self.new.add(row)
+        else:
+            self.failed += 1
+            failure = {"id": work.conversation.id, "reason": work.error, "tries": work.tries}
+            if work.status is not None:
+                failure["status"] = work.status
+            with failed_path(job.output).open("a", encoding="utf-8") as failures:
+                failures.write(json.dumps(failure) + "\n")
+        if self.bar is not None:
+            self.bar.set_postfix_str(
+                f"{self.tokens_per_second:.0f} tokens/s, {self.new.truncated_share:.1%} truncated, {self.failed} failed",
+                refresh=False,
+            )
+            self.bar.update()
+
+    @contextlib.contextmanager
+    def progress(self, total: int, shown: bool) -> Iterator[None]:
+        """Rows, their rate and the time left, while the body runs."""
+        with tqdm(total=total, desc="regenerating", unit="row", disable=not shown) as self.bar:
+            yield
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new.tokens / self.seconds
+
+    def manifest(self, job: Job) -> dict[str, Any]:
+        """Counts of the whole output and of this run. complete: the run came to its end (`failed` conversations have no row)."""
+        shard = job.recipe.regenerate.shard
+        return {
+            **totals(job.output),
+            "complete": self.complete,
+            "failed": self.failed,
+            "prompts": job.kept.kept,
+            "dropped_prompts": dict(job.kept.dropped),
+            **({} if shard is None else {"shard": shard, "shard_prompts": len(job.conversations)}),
+            "notes": dict(self.notes),
+            "new_rows": self.new.rows,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "backend": self.stats,
+            "generator": job.description,
+        }
 
 
-def _advance(work: _Work, tokenizer: Any, config: RegenerateConfig, notes: Counter[str]) -> bool:
-    """Go on to the next answer to generate and set its prompt; False if there is none."""
-    while work.rest and work.rest[0]["role"] != "assistant":
-        work.messages.append(work.rest.pop(0))
-    if not work.rest:
-        return False
+def _kind(reason: str) -> str:
+    """A reason without the words that differ between two requests: addresses, numbers, ids."""
+    return re.sub(r"\S*\d\S*|https?://\S+", "#", reason)
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM ends the body as Ctrl-C does, with exit code 143. Elsewhere than in the main thread Python cannot be told, and it kills."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        work.prompt = prompt_ids(work.messages, tokenizer, tools=work.conversation.tools, kwargs=work.kwargs)
-    except (jinja2.TemplateError, TypeError) as error:
-        work.error = f"template_error: {error}"
-        return False
-    if len(work.prompt) < config.max_length:
-        return True
-    if work.turns:
-        notes["ended_at_max_length"] += 1
-        while work.messages[-1]["role"] != "assistant":
-            work.messages.pop()
-    else:
-        work.error = f"prompt_too_long: {len(work.prompt)} tokens, regenerate.max_length {config.max_length}"
-    return False
-
-
-def _calls(old: dict[str, Any], text: str) -> bool:
-    """Whether the new answer names every function that the old one called."""
-    calls = [call.get("function", call) for call in old.get("tool_calls", [])]
-    return bool(calls) and all(call["name"] in text for call in calls)
-
-
-def _seed(seed: int, row_id: str, turn: int) -> int:
-    """Depends on nothing but its arguments, so a row's answer does not depend on the batch it is in."""
-    digest = hashlib.blake2b(json.dumps([seed, row_id, turn]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _row(work: _Work, generator: dict[str, Any]) -> dict[str, Any]:
-    conversation = work.conversation
-    row: dict[str, Any] = {key: value for key, value in conversation.metadata.items() if key not in REPLACED}
-    row |= {"id": conversation.id, "domain": conversation.domain, "messages": work.messages}
-    if conversation.tools is not None:
-        row["tools"] = conversation.tools
-    row["chat_template_kwargs"] = work.kwargs
-    if len(work.turns) == 1:
-        row["prompt_ids"], row["response_ids"] = work.turns[0]["prompt_ids"], work.turns[0]["response_ids"]
-    else:
-        row["turn_ids"] = work.turns
-    return {**row, "finish_reason": work.turns[-1]["finish_reason"], "generator": generator}
-
-
-# --- the output file ---
-
-
-def _lock(output: Path) -> IO[bytes]:
-    """The output, open and held by this process until it is closed or the process ends. Raises ValueError if another holds it:
-    two would write each row twice."""
-    stream = output.open("ab")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        raise ValueError(
-            f"regenerate.output = {output}: another process is writing it; wait for it or name another file"
-        ) from None
-    return stream
-
-
-def _repair_and_read(output: Path, generator: dict[str, Any]) -> set[str]:
-    """Cut off a half-written last line and return the ids that are present."""
-    if not output.exists():
-        return set()
-    done: set[str] = set()
-    end = 0
-    with output.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.endswith(b"\n"):
-                break
-            end += len(line)
-            try:
-                row = json.loads(line)
-                row_id, row_generator = row["id"], row["generator"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{output}:{number} was not written by regeneration; name another regenerate.output"
-                ) from None
-            if row_generator != generator:
-                raise ValueError(
-                    f"{output}:{number} comes from another generator\n  file:   {json.dumps(row_generator)}\n"
-                    f"  recipe: {json.dumps(generator)}\nmove the file away or name another regenerate.output"
-                )
-            done.add(row_id)
-    if end < output.stat().st_size:
-        print(f"{output}: cut off a half-written last line", file=sys.stderr)
-        with output.open("r+b") as stream:
-            stream.truncate(end)
-    return done
-
-
-def _count_tokens(row: dict[str, Any]) -> int:
-    return sum(len(turn["response_ids"]) for turn in row["turn_ids"]) if "turn_ids" in row else len(row["response_ids"])
-
-
-def _totals(output: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    rows = tokens = truncated = 0
-    with output.open("rb") as stream:
-        for line in stream:
-            digest.update(line)
-            row = json.loads(line)
-            rows, tokens = rows + 1, tokens + _count_tokens(row)
-            truncated += row["finish_reason"] == "length"
-    share = round(truncated / rows, 4) if rows else 0.0
-    return {
-        "output": output.name,
-        "rows": rows,
-        "tokens": tokens,
-        "truncated": truncated,
-        "truncated_share": share,
-        "sha256": digest.hexdigest(),
-    }
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

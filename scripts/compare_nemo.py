@@ -363,7 +363,7 @@ def heldout_answers(recipe: Recipe, folder: Path) -> list[TokenizedExample]:
     for i, path in enumerate(recipe.data.heldout):
         recipe.regenerate.prompts, recipe.regenerate.limit = assets.resolve(path, "heldout"), None
         recipe.regenerate.output = str(folder / f"heldout-{i}.jsonl")
-        recipe.regenerate.temperature = 0.0
+        recipe.regenerate.temperature, recipe.regenerate.mixture, recipe.regenerate.shard = 0.0, [], None
         Path(recipe.regenerate.output).unlink(missing_ok=True)  # it may be of other prompts
         regenerate(recipe)
         answered.append(recipe.regenerate.output)

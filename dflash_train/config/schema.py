@@ -129,8 +129,8 @@ class RegenerateConfig:
     top_k: int = knob(0, "Sample among the k most likely tokens; 0 is all.")
     mixture: list[Any] = knob(
         [],
-        """Settings of which each row draws one, by the hash of its id: a list of {weight, temperature, top_p, top_k, chat_template_kwargs,
-        extra_body}; what one leaves out is as above. For thinking on and off, reasoning efforts, several temperatures.""",
+        """Settings of which each row draws one, by the hash of its id: a list of {name, weight, temperature, top_p, top_k,
+        chat_template_kwargs, extra_body}; what one leaves out is the recipe's. For thinking on and off, reasoning efforts, several temperatures.""",
     )
     backend: Backend = knob(
         Backend.transformers,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dflash_train.config.schema import Precision, Recipe
+from collections.abc import Callable
+
+from dflash_train.config.mixture import settings
+from dflash_train.config.schema import Backend, Precision, Recipe, RegenerateConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -114,15 +117,48 @@ def validate(recipe: Recipe, where: str) -> None:
     gamma = o.loss_decay_gamma
     need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
     need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
-    for name, temperature, top_p, top_k in [
-        ("regenerate", recipe.regenerate.temperature, recipe.regenerate.top_p, recipe.regenerate.top_k)
-    ]:
-        need(temperature >= 0, f"{name}.temperature", temperature, "must not be negative; 0 is greedy")
-        need(0 < top_p <= 1, f"{name}.top_p", top_p, "must be in (0, 1]")
-        need(top_k >= 0, f"{name}.top_k", top_k, "must not be negative; 0 is all")
+    _validate_regeneration(recipe.regenerate, where, need)
     need(
         recipe.export.precision is not Precision.auto,
         "export.precision",
         "auto",
         "name the format: bfloat16 or float32",
     )
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """(i, n) of "i/n". Raises ValueError for anything else."""
+    i, _, n = text.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise ValueError(f"regenerate.shard = {text}: must be i/n with i from 0 to n - 1, such as 0/4")
+    return int(i), int(n)
+
+
+def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool, str, object, str], None]) -> None:
+    try:
+        drawn = settings(r)
+        if r.shard is not None:
+            shard_of(r.shard)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    need(r.max_length >= 2, "regenerate.max_length", r.max_length, "must hold a prompt and an answer: at least 2")
+    need(r.concurrency >= 1, "regenerate.concurrency", r.concurrency, "must be at least 1")
+    need(r.timeout_seconds > 0, "regenerate.timeout_seconds", r.timeout_seconds, "must be positive")
+    need(r.max_retries >= 0, "regenerate.max_retries", r.max_retries, "must not be negative; 0 is a single try")
+    need(
+        not r.output.endswith((".gz", ".zst", ".parquet")),
+        "regenerate.output",
+        r.output,
+        "rows are appended as plain JSONL; end it in .jsonl",
+    )
+    if r.backend is Backend.openai:
+        need(bool(r.base_urls), "regenerate.base_urls", r.base_urls, "the openai backend needs a server's address")
+    for url in r.base_urls:
+        rule = "an address begins with http:// or https://, such as http://localhost:8000/v1"
+        need(url.startswith(("http://", "https://")), "regenerate.base_urls", url, rule)
+    if r.backend is not Backend.openai:
+        body = next((setting.extra_body for setting in drawn if setting.extra_body), None)
+        rule = (
+            f"only the openai backend sends it; leave it out, or set regenerate.backend=openai (now {r.backend.value})"
+        )
+        need(body is None, "regenerate.extra_body", body, rule)

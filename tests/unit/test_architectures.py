@@ -12,9 +12,10 @@ from dflash_train.data.stream import assemble
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import resolve_spec
 from dflash_train.evaluate import plain_decode, speculative_decode
+from dflash_train.generation.base import Request
+from dflash_train.generation.padded import decode
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import transform_logits
-from dflash_train.regenerate import Request, decode
 from dflash_train.target.hf import HFTarget, load_model
 from dflash_train.target.info import read_target_info
 from dflash_train.types import TokenizedExample
@@ -98,9 +99,8 @@ def test_packed_and_single_features_and_decoding_equal_the_plain_model(kind, tmp
     assert speculative_decode(step, prompts[0], 24, {2}).token_ids == answers[0]
     model = load_model(TargetConfig(path=folder), folder, torch.device("cpu"))
     model.set_attn_implementation("grouped")
-    requests = [Request(prompt_ids=p, max_new_tokens=24, seed=0) for p in prompts]
-    batch = decode(model, requests, {2}, temperature=0.0, top_p=1.0, top_k=0)
-    assert [a.token_ids for a in batch] == answers
+    requests = [Request(messages=[], prompt_ids=p, max_new_tokens=24, seed=0) for p in prompts]
+    assert [ids for ids, _ in decode(model, requests, {2})] == answers
 
 
 def test_attention_that_would_drop_a_soft_cap_is_refused(tmp_path):
@@ -121,6 +121,5 @@ def test_linear_attention_is_generated_but_not_rolled_back(tmp_path):
     step = open_step(folder)
     with pytest.raises(ValueError, match="cannot be rolled back.*evaluate.decode=false"):
         speculative_decode(step, [7, 8, 9], 8, {2})
-    requests = [Request(prompt_ids=[7, 8, 9 + n], max_new_tokens=n, seed=0) for n in (2, 4, 9)]
-    answers = decode(step.target.model, requests, set(), temperature=0.0, top_p=1.0, top_k=0)
-    assert [len(a.token_ids) for a in answers] == [2, 4, 9]
+    requests = [Request(messages=[], prompt_ids=[7, 8, 9 + n], max_new_tokens=n, seed=0) for n in (2, 4, 9)]
+    assert [len(ids) for ids, _ in decode(step.target.model, requests, set())] == [2, 4, 9]

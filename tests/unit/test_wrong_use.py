@@ -10,7 +10,7 @@ import toys
 from dflash_train.build import open_drafter
 from dflash_train.config.load import load_recipe, run_command
 from dflash_train.evaluate import is_near_tie, plain_decode
-from dflash_train.regenerate import _lock
+from dflash_train.generation.output import lock
 from dflash_train.train import check_folder
 
 
@@ -71,11 +71,11 @@ def test_a_near_tie_is_between_the_tokens_that_differ():
 
 
 def test_two_writers_of_one_output_are_refused(tmp_path):
-    held = _lock(tmp_path / "out.jsonl")
+    held = lock(tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="another process is writing it"):
-        _lock(tmp_path / "out.jsonl")
+        lock(tmp_path / "out.jsonl")
     held.close()
-    _lock(tmp_path / "out.jsonl").close()
+    lock(tmp_path / "out.jsonl").close()
 
 
 def test_recipes_anywhere_build_on_shipped_ones_and_must_be_the_file_that_was_named(tmp_path):
