@@ -28,6 +28,7 @@ class Embedded:
         stop = self.model.generation_config.eos_token_id
         self.stop_ids = set(stop if isinstance(stop, list) else [stop]) | {tokenizer.eos_token_id}
         self.stop_ids.discard(None)
+        self.asked: dict[int, Request] = {}
         self.waiting: list[tuple[int, Request]] = []
         own_kernels = recipe.target.attn_implementation == "sdpa"  # otherwise the user has chosen
         self.slots: Slots | None = None
@@ -48,36 +49,46 @@ class Embedded:
         self.capacity = 2 * self.slots.slots if self.slots else config.batch_size or 64
 
     def submit(self, key: int, request: Request) -> None:
+        self.asked[key] = request
         if self.slots:
             self.slots.submit(key, request)
         else:
             self.waiting.append((key, request))
 
     def collect(self) -> list[tuple[int, Answer]]:
+        finished: list[tuple[int, Decoded | None]] = []
         if self.slots:
-            finished: list[tuple[int, Decoded]] = []
             while not finished:
-                finished = self.slots.advance()
-            return [(key, self._answer(decoded)) for key, decoded in finished]
-        batch, self.waiting = self.waiting, []
-        batch.sort(key=lambda item: len(item[1].prompt_ids))
-        return list(zip([key for key, _ in batch], self._decode([request for _, request in batch]), strict=True))
+                finished += self.slots.advance()
+        else:
+            self.waiting.sort(key=lambda item: len(item[1].prompt_ids))
+            keys, requests = zip(*self.waiting, strict=True)
+            self.waiting = []
+            finished = list(zip(keys, self._decode(list(requests)), strict=True))
+        return [(key, self._answer(self.asked.pop(key), decoded)) for key, decoded in finished]
 
-    def _decode(self, requests: list[Request]) -> list[Answer]:
+    def _decode(self, requests: list[Request]) -> list[Decoded | None]:
         try:
-            return [self._answer(decoded) for decoded in decode(self.model, requests, self.stop_ids)]
+            return list(decode(self.model, requests, self.stop_ids))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             if len(requests) == 1:
-                return [Answer(error="out_of_memory")]
+                return [None]
             half = len(requests) // 2
         # Outside the handler, whose traceback would keep the tensors of the failed attempt alive.
         return self._decode(requests[:half]) + self._decode(requests[half:])
 
-    def _answer(self, decoded: Decoded) -> Answer:
+    def _answer(self, request: Request, decoded: Decoded | None) -> Answer:
+        if decoded is None:
+            return Answer(error="out_of_memory")
         token_ids, finish_reason = decoded
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Answer(message={"role": "assistant", "content": text}, token_ids=token_ids, finish_reason=finish_reason)
+        return Answer(
+            message={"role": "assistant", "content": text},
+            prompt_ids=request.prompt_ids,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+        )
 
     def stats(self) -> dict[str, Any]:
         if not self.slots:
@@ -91,6 +102,7 @@ class Embedded:
 
     def close(self) -> None:
         self.waiting.clear()
+        self.asked.clear()
         self.slots = None
 
 
