@@ -1,7 +1,8 @@
-"""Files that come with the package."""
+"""Files that come with the package, and what models are called."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 EMBEDDED = {"target": "tiny_target", "prompts": "demo/prompts.jsonl", "heldout": "demo/heldout.jsonl"}
@@ -22,3 +23,9 @@ def resolve(path: str, kind: str) -> str:
     if not place.exists():
         raise ValueError(f"the package has no embedded {kind} ({place} is missing); reinstall it or give a path")
     return str(place)
+
+
+def public_name(path: str) -> str:
+    """A hub id as it is; of a local folder only its name, because cards and records are published."""
+    local = Path(path)
+    return Path(os.path.realpath(path)).name if local.is_dir() or local.is_absolute() or path.startswith(".") else path
