@@ -17,7 +17,7 @@ from dflash_train.config.schema import Attention, Recipe
 from dflash_train.data.certificate import Certificate, certify, check_certificate
 from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
-from dflash_train.data.provenance import Expected, compare_provenance, count_origins
+from dflash_train.data.provenance import compare_provenance, count_origins, expected_of
 from dflash_train.data.read import Kept, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
@@ -83,7 +83,8 @@ def read_data(
     data = o.recipe.data
     conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
     check_token_ids(conversations, o.info)
-    for note in compare_provenance(count_origins(conversations), expected(o), what=what):
+    expected = expected_of(o.recipe, o.target_path, o.tokenizer)
+    for note in compare_provenance(count_origins(conversations), expected, what=what):
         say(note)
     examples = tokenize_all(
         conversations,
@@ -103,18 +104,6 @@ def read_data(
                 f"{o.info.vocab_size} rows; use the tokenizer that belongs to the target"
             )
     return examples, kept
-
-
-def expected(o: Outline) -> Expected:
-    """What the provenance of rows is compared with."""
-    target, data = o.recipe.target, o.recipe.data
-    return Expected(
-        path=target.path,
-        target=o.target_path,
-        revision=target.revision,
-        tokenizer=o.tokenizer,
-        chat_template_kwargs=dict(data.chat_template_kwargs),
-    )
 
 
 def check_token_ids(conversations: list[Conversation], info: TargetInfo) -> None:

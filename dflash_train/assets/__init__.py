@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+ASSETS = Path(__file__).parent
 EMBEDDED = {"target": "tiny_target", "prompts": "demo/prompts.jsonl", "heldout": "demo/heldout.jsonl"}
 
 
@@ -19,7 +20,7 @@ def resolve(path: str, kind: str) -> str:
         raise ValueError(
             f"data.{kind}: the package has no embedded {kind} file; give a path (regenerate.output wrote one)"
         )
-    place = Path(__file__).parent / EMBEDDED[kind]
+    place = ASSETS / EMBEDDED[kind]
     if not place.exists():
         raise ValueError(f"the package has no embedded {kind} ({place} is missing); reinstall it or give a path")
     return str(place)

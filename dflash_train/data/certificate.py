@@ -58,7 +58,7 @@ class Certificate:
         """For a log."""
         return (
             f"data certificate {self.digest}: {self.kept} of {self.rows} rows, {self.documents} documents, {self.tokens} tokens, "
-            f"{self.ratio:.1%} supervised; template {self.template}, tokenizer {self.tokenizer}"
+            f"{self.ratio:.1%} supervised; template text {self.template}, tokenizer {self.tokenizer}"
         )
 
 

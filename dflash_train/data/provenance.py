@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dflash_train.assets import public_name
+from dflash_train.config.schema import Recipe
 from dflash_train.data.chat import template_hash
 from dflash_train.types import Conversation
 
@@ -46,6 +47,17 @@ class Expected:
     revision: str | None
     tokenizer: Any
     chat_template_kwargs: dict[str, Any]
+
+
+def expected_of(recipe: Recipe, target: str, tokenizer: Any) -> Expected:
+    """What the rows of a recipe are compared with. target: where target.path was found."""
+    return Expected(
+        path=recipe.target.path,
+        target=target,
+        revision=recipe.target.revision,
+        tokenizer=tokenizer,
+        chat_template_kwargs=dict(recipe.data.chat_template_kwargs),
+    )
 
 
 def origin_of(conversation: Conversation) -> str:
