@@ -35,7 +35,7 @@ from dflash_train.build import (
 from dflash_train.checkpoint import TrainState, checkpoints, identity_of, load_checkpoint, save_checkpoint
 from dflash_train.config.load import load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import Recipe
-from dflash_train.data.certificate import CERTIFICATE, write_certificate
+from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.evaluate import move, teacher_forced
@@ -117,6 +117,8 @@ def start(recipe: Recipe) -> Run:
             f"output_dir = {folder}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
         )
     check_output(export_folder(recipe))
+    if recipe.data.certificate:
+        read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
     stream, kept = build_rows(o)

@@ -158,14 +158,14 @@ def read_certificate(path: Path) -> Certificate:
             raise ValueError(f"its fields are not {', '.join(sorted(known))}")
         certificate = Certificate(**content)
     except FileNotFoundError:
-        raise ValueError(f"certificate {path}: no such file; data_prep/inspect_data.py writes one") from None
+        raise ValueError(f"data.certificate = {path}: no such file; data_prep/inspect_data.py writes one") from None
     except ValueError as error:
         raise ValueError(
-            f"certificate {path}: is no certificate ({error}); write it again with inspect_data.py"
+            f"data.certificate = {path}: is no certificate ({error}); write it again with inspect_data.py"
         ) from None
     if digest_of(certificate) != certificate.digest:
         raise ValueError(
-            f"certificate {path}: digest is {certificate.digest}, its content has {digest_of(certificate)}: it was changed after it "
+            f"data.certificate = {path}: digest is {certificate.digest}, its content has {digest_of(certificate)}: it was changed after it "
             "was written; write it again with data_prep/inspect_data.py"
         )
     return certificate
