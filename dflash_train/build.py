@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from dflash_train import assets, ranks
 from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read_state
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
+from dflash_train.data.certificate import Certificate, certify, check_certificate
 from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
-from dflash_train.data.read import read_conversations
+from dflash_train.data.provenance import compare_provenance, count_origins, expected_of
+from dflash_train.data.read import Kept, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
@@ -72,18 +73,19 @@ def outline(recipe: Recipe) -> Outline:
 
 def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None = None) -> list[TokenizedExample]:
     """Rows of data files as token ids with masks; prints what was kept and dropped, refuses too large a loss."""
+    return read_data(o, paths, what=what, limit=limit)[0]
+
+
+def read_data(
+    o: Outline, paths: list[str], *, what: str, limit: int | None = None
+) -> tuple[list[TokenizedExample], Kept]:
+    """`read_examples`, with what became of the rows."""
     data = o.recipe.data
     conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
     check_token_ids(conversations, o.info)
-    others = Counter(
-        c.metadata["generator"].get("model") for c in conversations if isinstance(c.metadata.get("generator"), dict)
-    )
-    others.pop(o.recipe.target.path, None)
-    if others:
-        named = ", ".join(f"{n} by {model}" for model, n in others.most_common(3))
-        say(
-            f"WARNING: {what} rows were not written by target.path = {o.recipe.target.path}: {named}; a drafter learns best from its own target's words (regenerate them)"
-        )
+    expected = expected_of(o.recipe, o.target_path, o.tokenizer)
+    for note in compare_provenance(count_origins(conversations), expected, what=what):
+        say(note)
     examples = tokenize_all(
         conversations,
         o.tokenizer,
@@ -101,7 +103,7 @@ def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None 
                 f"{what} row {e.id}: the tokenizer of {o.target_path} gives token id {e.token_ids.max()}, but its embedding has only "
                 f"{o.info.vocab_size} rows; use the tokenizer that belongs to the target"
             )
-    return examples
+    return examples, kept
 
 
 def check_token_ids(conversations: list[Conversation], info: TargetInfo) -> None:
@@ -149,14 +151,19 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
 
 def build_stream(o: Outline) -> RowStream:
     """The training rows. Raises ValueError for unusable data and for a mask token that occurs in it."""
+    return build_rows(o)[0]
+
+
+def build_rows(o: Outline) -> tuple[RowStream, Kept]:
+    """`build_stream`, with what became of the rows of the data files."""
     require(o.recipe, "data.train")
-    examples = read_examples(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
+    examples, kept = read_data(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
     spec, train = o.spec, o.recipe.train
     token = (
         o.tokenizer.convert_ids_to_tokens(spec.mask_token_id) if spec.mask_token_id < len(o.tokenizer) else "no token"
     )
     check_mask_absent(spec.mask_token_id, examples, token)
-    return RowStream(
+    stream = RowStream(
         examples,
         StreamConfig(
             row_length=o.recipe.data.max_length,
@@ -168,6 +175,23 @@ def build_stream(o: Outline) -> RowStream:
             pack=o.recipe.data.pack,
         ),
     )
+    return stream, kept
+
+
+def certify_rows(o: Outline, stream: RowStream, kept: Kept) -> Certificate:
+    """The certificate of the training rows. Raises ValueError if they are not those of `data.certificate`."""
+    data = o.recipe.data
+    certificate = certify(
+        data,
+        o.tokenizer,
+        kept=kept,
+        examples=stream.examples,
+        fingerprint=stream.fingerprint,
+        mask_token_id=o.spec.mask_token_id,
+    )
+    if data.certificate is not None:
+        check_certificate(data.certificate, certificate)
+    return certificate
 
 
 def build_step(o: Outline, device: torch.device) -> DraftStep:

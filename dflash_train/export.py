@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 import dflash_train
 from dflash_train.build import SOURCE_HELP, Outline, open_drafter
 from dflash_train.config.load import parse, parser, run_command
+from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
 from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
 from dflash_train.types import TargetInfo
@@ -396,6 +397,7 @@ def export_run(o: Outline, state: dict[str, torch.Tensor], output: Path, *, step
             "num_anchors": recipe.train.num_anchors,
             "row_length": recipe.data.max_length,
             "global_batch_size": recipe.train.global_batch_size,
+            **_data_facts(Path(recipe.output_dir)),
             **{k: v for k, v in recipe.provenance.items() if k != "command"},  # a command line may name private paths
         },
         **measured,
@@ -409,6 +411,15 @@ def export_run(o: Outline, state: dict[str, torch.Tensor], output: Path, *, step
         tokenizer_dir=o.target_path,
         card=card,
     )
+
+
+def _data_facts(run: Path) -> dict[str, Any]:
+    """Digest and counts of the run's data certificate; nothing for a run that has none."""
+    if not (run / CERTIFICATE).exists():
+        return {}
+    certificate = read_certificate(run / CERTIFICATE)
+    counts = {f"data_{name}": getattr(certificate, name) for name in ("documents", "tokens", "supervised")}
+    return {"data_certificate": certificate.digest, **counts}
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,6 @@ difference from `tensor_shapes` is an error.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dflash_train.assets import public_name as public_name
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 
 RECORD, WEIGHTS, INDEX = "dflash_train.json", "model.safetensors", "model.safetensors.index.json"
@@ -26,12 +26,6 @@ class Header(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     file: str
-
-
-def public_name(path: str) -> str:
-    """A hub id as it is; of a local folder only its name, because cards and records are published."""
-    local = Path(path)
-    return Path(os.path.realpath(path)).name if local.is_dir() or local.is_absolute() or path.startswith(".") else path
 
 
 def load_drafter_folder(path: str | Path) -> tuple[DrafterSpec, dict[str, torch.Tensor], dict[str, Any]]:

@@ -23,8 +23,9 @@ from tqdm import tqdm
 from dflash_train import __version__, ranks
 from dflash_train.build import (
     Outline,
+    build_rows,
     build_step,
-    build_stream,
+    certify_rows,
     data_identity,
     describe,
     heldout_examples,
@@ -34,6 +35,7 @@ from dflash_train.build import (
 from dflash_train.checkpoint import TrainState, checkpoints, identity_of, load_checkpoint, save_checkpoint
 from dflash_train.config.load import load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import Recipe
+from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.evaluate import move, teacher_forced
@@ -115,12 +117,18 @@ def start(recipe: Recipe) -> Run:
             f"output_dir = {folder}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
         )
     check_output(export_folder(recipe))
+    if recipe.data.certificate:
+        read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
-    stream = build_stream(o)
+    stream, kept = build_rows(o)
+    # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
+    certificate = certify_rows(o, stream, kept) if ranks.is_rank0() else None
     heldout = heldout_examples(o) if recipe.data.heldout else []
     total = recipe.train.max_steps or math.ceil(recipe.train.num_epochs * stream.steps_per_epoch)
     padding = 1 - stream.tokens_per_epoch / (stream.rows_per_epoch * recipe.data.max_length)
+    if certificate:
+        say(certificate.line())
     say(describe(o))
     say(
         f"rows: {stream.rows_per_epoch} of {recipe.data.max_length} tokens per epoch, {padding:.1%} padding; "
@@ -147,6 +155,7 @@ def start(recipe: Recipe) -> Run:
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
+        write_certificate(certificate, folder / CERTIFICATE)
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()
     module.train()

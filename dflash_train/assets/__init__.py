@@ -1,9 +1,11 @@
-"""Files that come with the package."""
+"""Files that come with the package, and what models are called."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+ASSETS = Path(__file__).parent
 EMBEDDED = {"target": "tiny_target", "prompts": "demo/prompts.jsonl", "heldout": "demo/heldout.jsonl"}
 
 
@@ -18,7 +20,13 @@ def resolve(path: str, kind: str) -> str:
         raise ValueError(
             f"data.{kind}: the package has no embedded {kind} file; give a path (regenerate.output wrote one)"
         )
-    place = Path(__file__).parent / EMBEDDED[kind]
+    place = ASSETS / EMBEDDED[kind]
     if not place.exists():
         raise ValueError(f"the package has no embedded {kind} ({place} is missing); reinstall it or give a path")
     return str(place)
+
+
+def public_name(path: str) -> str:
+    """A hub id as it is; of a local folder only its name, because cards and records are published."""
+    local = Path(path)
+    return Path(os.path.realpath(path)).name if local.is_dir() or local.is_absolute() or path.startswith(".") else path

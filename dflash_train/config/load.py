@@ -184,25 +184,26 @@ def _groups_in_defaults(path: Path) -> set[str]:
     return found
 
 
-def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(name: str | None, overrides: list[str] | None = None) -> Recipe:
     """Compose, merge, convert and validate a recipe.
 
-    name: path of a YAML file, or a name in `recipes/`; overrides: `key=value` strings.
+    name: path of a YAML file, or a name in `recipes/`; None: the defaults alone; overrides: `key=value` strings.
     Raises ValueError that names file and key, the rule and the nearest known key.
     """
-    path = find_recipe(name)
+    path = None if name is None else find_recipe(name)
+    where = "command line" if path is None else str(path)
     chosen, values = _split_overrides(overrides or [])
-    in_defaults = _groups_in_defaults(path)
+    in_defaults = set() if path is None else _groups_in_defaults(path)
     chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(path.parent), version_base="1.3"):
+        with initialize_config_dir(str(path.parent if path else _shipped("configs")), version_base="1.3"):
             # A recipe in any folder may build on a shipped one (`defaults: [demo, _self_]`).
             places = ",".join(_quoted(f"file://{_shipped(folder)}") for folder in ("configs", "recipes"))
-            composed = compose(path.stem, [f"hydra.searchpath=[{places}]", *chosen, *values])
+            composed = compose(path.stem if path else None, [f"hydra.searchpath=[{places}]", *chosen, *values])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {str(error).strip()}") from error
-    return _seal(composed, str(path))
+        raise ValueError(f"{where}: {str(error).strip()}") from error
+    return _seal(composed, where)
 
 
 def _seal(composed: DictConfig, where: str) -> Recipe:
@@ -288,10 +289,13 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def parser(prog: str, description: str, *, source: str | None = None) -> argparse.ArgumentParser:
+def parser(
+    prog: str, description: str, *, source: str | None = None, needs_recipe: bool = True
+) -> argparse.ArgumentParser:
     """The small argparse shared by every command: [SOURCE] -c RECIPE [key=value ...].
 
-    source: what the command works on, where it does not only read a recipe; the recipe is then optional.
+    source: what the command works on, where it does not only read a recipe; the recipe is then optional. needs_recipe: whether it
+    is required otherwise.
     """
     made = argparse.ArgumentParser(
         prog=prog,
@@ -302,7 +306,11 @@ def parser(prog: str, description: str, *, source: str | None = None) -> argpars
     if source:
         made.add_argument("source", metavar="RUN_OR_EXPORT", help=source)
     made.add_argument(
-        "-c", "--config", metavar="RECIPE", required=source is None, help="YAML file, run folder, or a name in recipes/"
+        "-c",
+        "--config",
+        metavar="RECIPE",
+        required=needs_recipe and source is None,
+        help="YAML file, run folder, or a name in recipes/",
     )
     made.add_argument(
         "overrides",

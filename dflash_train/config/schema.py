@@ -218,6 +218,10 @@ class DataConfig:
         0.1, "Stop when more than this share of the rows (or of the prompts to regenerate) cannot be used."
     )
     limit: int | None = knob(None, "Only the first N rows of `train`.")
+    certificate: str | None = knob(
+        None,
+        "File that data_prep/inspect_data.py wrote: training refuses data, template or tokenizer that differ from it. Null: any.",
+    )
 
 
 @dataclass(kw_only=True)

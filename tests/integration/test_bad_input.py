@@ -99,6 +99,26 @@ def test_no_usable_row(recipe):
         assert f"non_text_content     {path}:1" in text and f"{path}:3" in text
 
 
+def test_data_other_than_certified(recipe):
+    path, rows = recipe.parent / "certificate.json", recipe.parent / "rows.jsonl"
+    assert "data.certificate = nowhere.json: no such file" in refused(recipe, "data.certificate=nowhere.json")
+    assert toys.call(toys.script("inspect_data").main, "-c", recipe, "--certificate", path).code == 0
+    text = refused(recipe, f"data.certificate={path}", "data.max_length=16", lines=0)
+    assert 'settings: certified {"max_length": 32}, now {"max_length": 16}' in text
+    toys.write_jsonl(rows, [json.loads(line) for line in rows.read_text().splitlines()][:-1])
+    text = refused(recipe, f"data.certificate={path}", lines=0)
+    assert "files: certified" in text and "fingerprint: certified" in text and "inspect_data.py --certificate" in text
+
+
+def test_rows_rendered_by_another_template(recipe):
+    chat = [{"role": "user", "content": "w20"}, {"role": "assistant", "content": "w30 w31 w32"}]
+    row = {"messages": chat, "generator": {"model": "toy", "template_hash": "0123456789abcdef"}}
+    toys.write_jsonl(recipe.parent / "rows.jsonl", [row])
+    text = refused(recipe)
+    assert "generator.template_hash of 1 of 1 rows is 0123456789abcdef, but this run has " in text
+    assert "Set data.chat_template" in text
+
+
 # --- mask token ---
 
 

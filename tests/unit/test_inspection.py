@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import toys
 
-from dflash_train.build import outline, read_examples
+from dflash_train.build import build_rows, build_stream, certify_rows, outline, read_examples
 from dflash_train.config.load import load_recipe
-from dflash_train.data.inspection import GREEN, histogram, inspect, show
+from dflash_train.data.blocks import legal_anchors
+from dflash_train.data.certificate import read_certificate
+from dflash_train.data.inspection import GREEN, chosen, histogram, inspect, look, packing, position_shares, show
 
 ROWS = [
     {"id": "a", "domain": "math", "messages": [
@@ -93,3 +95,97 @@ def test_runs_of_supervised_text_are_decoded_whole():
     words = [f"w{i}" for i in example.token_ids]
     text = show(example, toys.toy_tokenizer(), color=False)
     assert text == f"{words[0]}⟦{words[1]} {words[2]}⟧{words[3]} {words[4]}⟦{words[5]}⟧"
+
+
+def test_shares_by_domain_and_position():
+    documents = [toys.document(4, [2, 3]), toys.document(6, [1, 2, 3, 4, 5])]
+    edges, shares = position_shares(documents, bins=3)
+    assert edges.tolist() == [0, 2, 4, 6] and shares.tolist() == [1 / 4, 1, 1]
+    assert position_shares(documents[:1], bins=40)[1].tolist() == [0, 0, 1, 1]
+
+
+def test_packing_is_that_of_training(recipe):
+    found = look(recipe("train.num_anchors=5"))
+    stream = build_stream(outline(recipe("train.num_anchors=5", "drafter.mask_token_id=155")))
+    rows = packing(found.stream)
+    assert rows.rows == stream.rows_per_epoch and found.certificate.fingerprint == stream.fingerprint
+    assert rows.padding == pytest.approx(1 - stream.tokens_per_epoch / (stream.rows_per_epoch * 24))
+    assert rows.blocks == sum(b.drafted for s in range(stream.steps_per_epoch) for b in stream.micro_batches(s, 0, 1))
+    assert rows.anchors == sum(len(legal_anchors(e.supervised)) for e in stream.examples)
+
+
+def test_the_certificate_is_that_of_training(recipe):
+    same = ("drafter.mask_token_id=155",)
+    o = outline(recipe(*same))
+    assert look(recipe(*same)).certificate == certify_rows(o, *build_rows(o))
+
+
+def test_examples_of_every_domain_are_shown_first(recipe):
+    rows = [
+        {"id": f"{domain}{i}", "domain": domain, "prompt_ids": [20, 21], "response_ids": [30 + i, 31, 32, 2]}
+        for domain in "xyz"
+        for i in range(3)
+    ]
+    found = look(recipe(rows=rows))
+    assert [e.id for e in chosen(found, 3)] == ["x0", "y0", "z0"]
+    assert [e.id for e in chosen(found, 4)] == ["x0", "x1", "y0", "z0"]
+    assert [e.id for e in chosen(found, 3, ["y2", "x1"])] == ["y2", "x1"]
+    with pytest.raises(ValueError, match="--ids w9: no example has this id"):
+        chosen(found, 3, ["w9"])
+
+
+def test_another_template_is_shown_and_then_refused(recipe):
+    rows = [{**ROWS[0], "generator": {"model": "toy", "template_hash": "0123456789abcdef"}}]
+    out = io.StringIO()
+    with pytest.raises(ValueError, match="generator.template_hash of 1 of 1 rows is 0123456789abcdef"):
+        inspect(recipe(rows=rows), out=out)
+    assert "kept 1 of 1 rows" in out.getvalue() and "--- a" in out.getvalue()
+
+
+# --- the command ---
+
+
+def run(*argv):
+    return toys.call(toys.script("inspect_data").main, *argv)
+
+
+def test_no_recipe_is_needed(tmp_path, target_dir):
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    file = tmp_path / "new" / "certificate.json"
+    done = run("--tokenizer", target_dir, "--data", data, data, "data.max_dropped=0.9", "--certificate", file)
+    assert done.code == 0, done.err
+    assert "kept 3 of 8 rows" in done.out and f"certificate: {file}" in done.out
+    assert read_certificate(file).kept == 3
+    done = run(
+        "--tokenizer", target_dir, "--data", data, "--kwargs", '{"enable_thinking": false}', "data.max_dropped=0.9"
+    )
+    assert "thinking off" in done.out and "certificate: not written" in done.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--data", "rows.jsonl"], "give either -c RECIPE, or both --tokenizer"),
+        (["--tokenizer", "embedded"], "give either -c RECIPE, or both --tokenizer"),
+        (["-c", "demo", "--data", "rows.jsonl"], "give either -c RECIPE, or both --tokenizer"),
+        (["--tokenizer", "embedded", "--data", "rows.jsonl", "--kwargs", "{"], "--kwargs {: is no JSON"),
+        (["--tokenizer", "embedded", "--data", "rows.jsonl", "--kwargs", "[1]"], "must be a JSON object"),
+        (["--tokenizer", "embedded", "--data", "rows.jsonl", "data.max_lenght=3"], "did you mean 'max_length'?"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(argv, said):
+    done = run(*argv)
+    assert done.code == 2 and said in done.err and not done.out
+
+
+def test_the_certificate_of_a_run_is_left_alone(tmp_path, target_dir):
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", ROWS[:3])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}/run\ntarget: {{path: {target_dir}}}\ndata: {{train: [{data}]}}\n")
+    assert f"certificate: {tmp_path}/run/certificate.json" in run("-c", recipe).out
+    before = (tmp_path / "run" / "certificate.json").read_text()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert "holds a run, whose certificate stays; this one is the same" in run("-c", recipe).out
+    done = run("-c", recipe, "data.max_length=16")
+    assert "this one differs from it:" in done.out and 'settings: certified {"max_length": 3072}, now' in done.out
+    assert (tmp_path / "run" / "certificate.json").read_text() == before
