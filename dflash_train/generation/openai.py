@@ -170,11 +170,11 @@ class OpenAIBackend:
         for server, models in zip(self.servers, served, strict=True):
             card = next(m for m in models if m["id"] == self.model)
             server.engine = card.get("owned_by") or ""
-            longest = card.get("max_model_len")
+            longest = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")  # vLLM and SGLang; llama.cpp
             if longest is not None and longest < self.config.max_length:
                 raise ValueError(
-                    f"{server.shown} holds {longest} tokens, regenerate.max_length = {self.config.max_length}: start the server "
-                    f"with --max-model-len {self.config.max_length}, or lower regenerate.max_length"
+                    f"{server.shown} holds {longest} tokens, regenerate.max_length = {self.config.max_length}: lower it, or start the server "
+                    f"with more (scripts/serve_target.py does; vLLM: --max-model-len {self.config.max_length})"
                 )
 
     async def _shut(self) -> None:
@@ -257,9 +257,8 @@ class OpenAIBackend:
         path = "/chat/completions" if self.chat else "/completions"
         body = (chat_body if self.chat else completion_body)(request, self.model, server.engine)
         while True:
-            sent = {
-                name: value for name, value in body.items() if name not in removable(body, " ".join(server.dropped))
-            }
+            left_out = removable(body, " ".join(server.dropped)) if server.dropped else set()
+            sent = {name: value for name, value in body.items() if name not in left_out}
             try:
                 async with asyncio.timeout(self.config.timeout_seconds):
                     response = await self.client.post(server.url + path, json=sent)
@@ -329,7 +328,7 @@ class OpenAIBackend:
 
 class _Lanes(httpx.AsyncBaseTransport):
     """Requests spread over small connection pools in turn: a pool looks at all its connections at every request and again for each idle
-    one, which with hundreds of them takes 25 ms of a request. No limit of its own: `concurrency` is the limit."""
+    one, which with hundreds of them takes 25 ms of a request. No limit of its own: `concurrency` is the limit. Proxies of the environment are not used."""
 
     def __init__(self, count: int):
         context = httpx.create_ssl_context()
