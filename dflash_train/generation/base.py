@@ -31,15 +31,18 @@ class Answer:
     """What the target said, or why it could not be asked.
 
     message: the assistant message, with `content` and, where a server tells them apart, `reasoning_content` and `tool_calls`.
-    prompt_ids and token_ids (with the stop token): what the target really read and wrote, where the backend knows. finish_reason: "stop",
-    "tool_calls" or "length". error is set, and the rest empty, for a request that failed after `tries` attempts.
+    prompt_ids and token_ids (with the stop token): what the target really read and wrote, where the backend knows. completion_tokens: how many
+    it wrote, for a backend that knows no more than that. finish_reason: "stop", "tool_calls" or "length". error is set, and the rest empty, for
+    a request that failed after `tries` attempts; status: the HTTP status of the last one, if there was one.
     """
 
     message: dict[str, Any] = field(default_factory=dict)
     prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    completion_tokens: int | None = None
     finish_reason: str = "stop"
     error: str | None = None
+    status: int | None = None
     tries: int = 1
 
 

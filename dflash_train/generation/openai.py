@@ -54,11 +54,11 @@ class _Server:
 
 
 class _Failed(Exception):
-    """One try that failed. reason: for the counts; final: no further try."""
+    """One try that failed. reason: for the counts; status: of HTTP, where there was one; final: no further try."""
 
-    def __init__(self, reason: str, text: str, *, final: bool = False):
+    def __init__(self, reason: str, text: str, *, status: int | None = None, final: bool = False):
         super().__init__(text)
-        self.reason, self.final = reason, final
+        self.reason, self.status, self.final = reason, status, final
 
 
 class OpenAIBackend:
@@ -220,7 +220,7 @@ class OpenAIBackend:
             except _Failed as failed:
                 if failed.final or tries > self.config.max_retries:
                     self.counts["failed"] += 1
-                    return Answer(error=f"{failed} (from {server.shown})", tries=tries)
+                    return Answer(error=f"{failed} (from {server.shown})", status=failed.status, tries=tries)
                 self.retries[failed.reason] += 1
             else:
                 break
@@ -284,19 +284,19 @@ class OpenAIBackend:
             pause = _retry_after(response)
             if pause is not None:
                 server.down_until = max(server.down_until, time.monotonic() + pause)
-            raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}")
+            raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", status=status)
         if status != 200:
-            raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", final=True)
+            raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", status=status, final=True)
         try:
             reply = parse_reply(response.json(), request, self.tokenizer, chat=self.chat)
         except ValueError as error:
-            raise _Failed("bad_answer", self._clean(str(error))) from None
+            raise _Failed("bad_answer", self._clean(str(error)), status=200) from None
         server.answered += 1
         return reply
 
     def _count(self, reply: Reply, server: _Server) -> None:
         self.counts["prompt_tokens"] += reply.prompt_tokens
-        self.counts["completion_tokens"] += reply.completion_tokens
+        self.counts["completion_tokens"] += reply.answer.completion_tokens or 0
         if reply.mismatch:
             self.counts["prompt_mismatches"] += 1
             self._note(

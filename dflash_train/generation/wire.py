@@ -31,7 +31,7 @@ REASONING_MARKS = re.compile(r"</think>|\[/THINK\]|<channel\|>")
 
 @dataclass(kw_only=True)
 class Reply:
-    """A parsed 200. answer: what regeneration gets. usage: the server's own count of tokens, 0 where it gives none.
+    """A parsed 200. answer: what regeneration gets. prompt_tokens: as the server counts them, 0 where it does not.
 
     mismatch: the server read another prompt than Request.prompt_ids (by ids, else by their number). plain_text: names of what the
     server left in the content for want of a parser: "tool_calls", "reasoning".
@@ -39,7 +39,6 @@ class Reply:
 
     answer: Answer
     prompt_tokens: int = 0
-    completion_tokens: int = 0
     mismatch: bool = False
     plain_text: list[str] = field(default_factory=list)
 
@@ -133,9 +132,14 @@ def parse_reply(data: Any, request: Request, tokenizer: Any, *, chat: bool) -> R
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = calls
     return Reply(
-        answer=Answer(message=kept, prompt_ids=prompt_ids, token_ids=token_ids, finish_reason=reason),
+        answer=Answer(
+            message=kept,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            completion_tokens=usage.get("completion_tokens"),
+            finish_reason=reason,
+        ),
         prompt_tokens=counted,
-        completion_tokens=usage.get("completion_tokens") or 0,
         mismatch=mismatch,
         plain_text=_plain_text(kept, request) if chat else [],
     )

@@ -219,7 +219,7 @@ def test_a_500_once_and_a_500_always():
         backend.close()
     assert [a.message.get("content") for a in found] == ["p0", "p1", "p2", "p3", "p4", None]
     assert [a.tries for a in found] == [1, 1, 1, 1, 2, 4]
-    assert "HTTP 500: boom" in found[5].error and server.url in found[5].error
+    assert "HTTP 500: boom" in found[5].error and server.url in found[5].error and found[5].status == 500
     assert (
         stats["retries"] == {"500": 4}
         and stats["requests"] == 6
