@@ -178,7 +178,7 @@ class OpenAIBackend:
                 )
 
     async def _shut(self) -> None:
-        tasks = list(self.tasks)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

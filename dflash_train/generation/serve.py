@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dflash_train.assets import resolve
@@ -217,9 +218,12 @@ def _transformers(recipe: Recipe, path: str, port: int, host: str, tensor_parall
     words = ["transformers", "serve", path, "--continuous-batching", "--host", host, "--port", str(port)]
     words += ["--dtype", _dtype(recipe), "--default-seed", str(recipe.regenerate.seed)]
     words += _optional(recipe, remote_code="--trust-remote-code")
-    return Launch(
-        words, ["for greedy answers: it does not sample unless generation_config.json says so, and knows no top_k"]
-    )
+    notes = ["for greedy answers: it does not sample unless generation_config.json says so, and knows no top_k"]
+    if Path(path).is_dir():
+        notes.append(
+            "it lists what is in the Hub cache only, so regeneration will not find a local folder there: name the target by Hub id"
+        )
+    return Launch(words, notes)
 
 
 _LINES = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp, "trtllm": _trtllm, "transformers": _transformers}
