@@ -18,7 +18,7 @@ test: env rivals   ## every test, the slow ones too
 test-fast: env     ## unit and numerics
 	@$$(python3 scripts/setup_env.py dev) -m pytest tests/unit tests/numerics -m "not slow" $(ARGS)
 
-rivals: env        ## NeMo AutoModel and z-lab's client, which some tests compare with; their pins clash, hence --no-deps
+rivals: env        ## NeMo AutoModel, z-lab's client and llama.cpp, which some tests compare with; their pins clash, hence --no-deps
 	@python=$$(python3 scripts/setup_env.py dev) && $$python scripts/install_rivals.py
 
 check: env         ## lint

@@ -1,5 +1,5 @@
-"""Install, for tests only, the two programs that the project is held against. Their own pins clash with each other
-(transformers 5.18.0 against 5.15.0), so they come without dependencies; both run on the versions in constraints.txt."""
+"""Install, for tests only, the programs that the project is held against. Their own pins clash with each other
+(transformers 5.18.0 against 5.15.0), so they come without dependencies; all run on the versions in constraints.txt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 RIVALS = {"nemo-automodel": "0.7.0", "dflash": "0.1.0"}
+SERVER = {
+    "xllamacpp": "2026.10.11549",
+    "gguf": "0.19.0",
+}  # the extra `serving`: llama.cpp's server, and what writes its files
 NEEDS = {"torchao": "0.18.0", "torchdata": "0.11.0", "pillow": None}  # what NeMo's modules import besides ours
 
 
@@ -19,7 +23,7 @@ def has(name: str, wanted: str | None) -> bool:
 
 
 def main() -> int:
-    wanted = [f"{n}=={v}" if v else n for n, v in {**RIVALS, **NEEDS}.items() if not has(n, v)]
+    wanted = [f"{n}=={v}" if v else n for n, v in {**RIVALS, **SERVER, **NEEDS}.items() if not has(n, v)]
     if not wanted:
         return 0
     print("installing for the tests:", ", ".join(wanted), file=sys.stderr, flush=True)

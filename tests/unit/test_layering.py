@@ -24,7 +24,7 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 EVERYWHERE = {"assets", "__init__"}
-HEAVY = {"nemo_automodel", "deepspeed", "wandb"}
+HEAVY = {"nemo_automodel", "deepspeed", "wandb", "vllm"}
 
 
 def part_of(path: Path) -> str:
