@@ -15,7 +15,15 @@ from dflash_train import assets, ranks
 from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read_state
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
-from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
+from dflash_train.data.chat import (
+    check_supervised,
+    load_tokenizer,
+    mask_strategy,
+    prompt_ids,
+    read_stop_ids,
+    template_hash,
+    tokenize_all,
+)
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
 from dflash_train.data.read import read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
@@ -92,9 +100,11 @@ def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None 
         max_length=data.max_length,
         drop_truncated=data.drop_truncated,
         kept=kept,
+        stop_ids=read_stop_ids(o.target_path, o.recipe.target.revision, o.tokenizer),
     )
-    say(f"{what}: {kept.table()}")
+    say(f"{what}: {kept.table()}\n  masks: {mask_strategy(o.tokenizer, kept)}")
     kept.check(data.max_dropped)
+    check_supervised(examples, what)
     for e in examples:
         if e.token_ids.max() >= o.info.vocab_size:
             raise ValueError(

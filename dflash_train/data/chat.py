@@ -12,6 +12,7 @@ block, say) is never supervised.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from dflash_train.config.schema import ReasoningRows
 from dflash_train.data.read import Kept
@@ -81,16 +83,13 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
+def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
     """Tokens at which serving ends an answer: those of the target's generation_config.json (else config.json) and the tokenizer's."""
     listed: Any = None
-    for config in (GenerationConfig, AutoConfig):
-        try:
-            listed = getattr(config.from_pretrained(path, revision=revision), "eos_token_id", None)
-        except (OSError, ValueError, KeyError):
-            continue
-        if listed is not None:
-            break
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None and listed is None:
+            listed = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})
 
@@ -115,7 +114,7 @@ def tokenize_all(
     kept: Kept,
     stop_ids: Iterable[int] = (),
 ) -> list[TokenizedExample]:
-    """`tokenize` over a data set; rows that give no example are moved to `kept.dropped`.
+    """`tokenize` over a data set; stop_ids: what ends an answer in serving (`read_stop_ids`). Rows that give no example are moved to `kept.dropped`.
 
     An odd row among good ones, in which the spans cannot be found, is one of them. Where no row at all gives an example because of
     it, the template is at fault: raises the first row's SpansNotFound.
@@ -161,7 +160,7 @@ def tokenize(
     strips earlier reasoning) `per_turn` gives one example per assistant turn, `id/turn`, rendered as serving
     would; `whole` gives one example that supervises what is rendered. `prompt_ids` with `response_ids`, and
     the per-turn ids that regeneration stores in `turn_ids`, are used as they are. `kept` counts: a row
-    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`); `cut_at_max_length`,
+    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`, `no_prompt`); `cut_at_max_length`,
     `earlier_reasoning_not_rendered` and the like are notes.
 
     Raises SpansNotFound, naming template and row, where they cannot be found.
@@ -183,6 +182,9 @@ def tokenize(
         kept.reject("template_error", conversation.source)
         return []
     examples = []
+    if any(document.supervised.all() for document in documents):
+        kept.reject("no_prompt", conversation.source)
+        return []
     for document in documents:
         ids, supervised, finish_reason = document.token_ids, document.supervised, document.finish_reason
         if len(ids) > max_length:
@@ -203,6 +205,31 @@ def tokenize(
     if not examples:
         kept.reject("nothing_to_predict", conversation.source)
     return examples
+
+
+def mask_strategy(tokenizer: Any, kept: Kept) -> str:
+    """How the masks of a data set were made, in words; `kept` is what `tokenize_all` counted in."""
+    agree, differ = kept.notes["generation_tag_agrees"], kept.notes["generation_tag_disagrees"]
+    fallback = kept.notes["spans_from_generation_tag"]
+    said = "prefix rendering, recorded ids as they are"
+    if not Template(tokenizer).tagged:
+        return f"{said} (the template has no generation tag)"
+    if differ:
+        said += f" (the generation tag disagrees in {differ} of {agree + differ} rows)"
+    elif agree:
+        said += " (generation tag agrees)"
+    return said + (f"; generation tag in {fallback} rows where it found nothing" if fallback else "")
+
+
+def check_supervised(examples: list[TokenizedExample], what: str) -> None:
+    """Raise ValueError when no token, or every token, of a data set is supervised: such a run would learn nothing, or to draft prompts."""
+    tokens = sum(len(example.token_ids) for example in examples)
+    supervised = sum(int(example.supervised.sum()) for example in examples)
+    if examples and supervised in (0, tokens):
+        raise ValueError(
+            f"{what}: supervised ratio is {supervised / tokens:.0f}: {supervised} of {tokens} tokens in {len(examples)} examples; "
+            "prompts and answers are not told apart; check the rows' roles or prompt_ids, and data.chat_template"
+        )
 
 
 def _from_ids(conversation: Conversation) -> _Document:
@@ -466,7 +493,9 @@ class _Chat:
             shown = self._render([*self.messages[:turn], stand_in, {"role": role, "content": second}])
         except NotUsable:
             return None
-        at = shown.find(first) + 1 if first in shown else len(text) if shown.startswith(text) else 0
+        # After tool calls: what follows the last of them in `text`, found again.
+        said = text[max((text.rfind(name) for name in self._call_names(turn)), default=0) :]
+        at = shown.find(first) + 1 if first in shown else shown.rfind(said) + len(said) if said in shown else 0
         length = self.template.stop_at(shown[at:]) if at else None
         return shown[at : at + length] if length else None
 
@@ -585,8 +614,10 @@ class _Chat:
         answers = {}
         for i in self.turns:
             text, spans = self.template.generation_spans(self.messages[: i + 1], self.conversation.tools, self.kwargs)
-            if text != texts[i] or not text.startswith(prompts[i]) or not spans or spans[-1][0] < len(prompts[i]):
+            inside = text == texts[i] and text.startswith(prompts[i]) and spans and spans[-1][0] >= len(prompts[i])
+            if not inside or not text[slice(*spans[-1])].strip():
                 return None
+            self._check_reasoning(i, prompts[i], text[len(prompts[i]) :])
             start, end = spans[-1]
             text_end = start + len(text[start:end].rstrip())
             answers[i] = _Answer(

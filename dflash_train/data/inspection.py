@@ -11,7 +11,14 @@ import numpy as np
 
 from dflash_train.assets import resolve
 from dflash_train.config.schema import Recipe
-from dflash_train.data.chat import load_tokenizer, template_hash, tokenize_all
+from dflash_train.data.chat import (
+    check_supervised,
+    load_tokenizer,
+    mask_strategy,
+    read_stop_ids,
+    template_hash,
+    tokenize_all,
+)
 from dflash_train.data.read import read_conversations
 from dflash_train.types import TokenizedExample
 
@@ -28,12 +35,8 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
     """
     out = out or sys.stdout
     data = recipe.data
-    tokenizer = load_tokenizer(
-        resolve(recipe.target.path, "target"),
-        recipe.target.revision,
-        recipe.target.trust_remote_code,
-        data.chat_template,
-    )
+    path = resolve(recipe.target.path, "target")
+    tokenizer = load_tokenizer(path, recipe.target.revision, recipe.target.trust_remote_code, data.chat_template)
     conversations, kept = read_conversations([resolve(path, "train") for path in data.train], limit=data.limit)
     examples = tokenize_all(
         conversations,
@@ -43,6 +46,7 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
         max_length=data.max_length,
         drop_truncated=data.drop_truncated,
         kept=kept,
+        stop_ids=read_stop_ids(path, recipe.target.revision, tokenizer),
     )
     print(kept.table(), file=out)
     kept.check(data.max_dropped)
@@ -73,7 +77,7 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
     }
     template = template_hash(tokenizer, dict(data.chat_template_kwargs))
     print(
-        f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering, recorded ids as they are",
+        f"template {template}, arguments {dict(data.chat_template_kwargs)}; masks: {mask_strategy(tokenizer, kept)}",
         file=out,
     )
     print(f"{len(examples)} examples, {tokens} tokens, supervised {supervised} ({report['ratio']:.1%})", file=out)
@@ -83,12 +87,7 @@ def inspect(recipe: Recipe, *, samples: int = 3, color: bool = False, out: TextI
     print(histogram(lengths, data.max_length), file=out)
     for example in examples[:samples]:
         print(f"\n--- {example.id} ({example.finish_reason})\n{show(example, tokenizer, color)}", file=out)
-    if supervised in (0, tokens):
-        raise ValueError(
-            f"supervised ratio is {report['ratio']:.0f} over {tokens} tokens: "
-            "prompts and answers are not told apart; "
-            "check the rows' roles or prompt_ids, and data.chat_template"
-        )
+    check_supervised(examples, "train")
     return report
 
 

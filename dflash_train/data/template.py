@@ -176,9 +176,9 @@ class Template:
         """Whether the template's text of the probe `said` shows that `mark` closes reasoning."""
         question = {"role": "user", "content": "?"}
         thinking = {**kwargs, "enable_thinking": True, "thinking": True}
-        for messages, arguments in itertools.product(
-            ([question, said], [question, said, question]), (kwargs, thinking)
-        ):
+        before = [question, {"role": "assistant", "content": "."}, question]
+        conversations = ([question, said], [question, said, question], [*before, said])
+        for messages, arguments in itertools.product(conversations, (kwargs, thinking)):
             try:
                 text = self.render(messages, tools, arguments)
             except NotUsable:
