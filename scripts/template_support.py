@@ -131,7 +131,10 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     eos = _of(name, EOS) or next((s for s in ("<|im_end|>", "<|eot_id|>") if s in text), "</s>")
     marks = {*MARK.findall(text), eos, *(_of(name, STOPS) or [])}
-    core.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in sorted(marks)])
+    for mark in sorted(marks):
+        # Models have these as tokens, but not as special ones.
+        special = not re.fullmatch(r"</?(think|tool_call).*>", mark)
+        (core.add_special_tokens if special else core.add_tokens)([AddedToken(mark, special=special, normalized=False)])
     fast = PreTrainedTokenizerFast(tokenizer_object=core, name_or_path=name, eos_token=eos, bos_token="<s>")
     fast.chat_template = text
     return fast

@@ -70,6 +70,8 @@ class Template:
         if tokenizer.eos_token is not None:
             self.stops.add(tokenizer.eos_token)
         self.specials = sorted(specials, key=len, reverse=True)
+        self._endings = tuple(self.specials)
+        self._any_special = re.compile("|".join(map(re.escape, self.specials)) or "(?!)")
         self.tagged = TAG.search(str(tokenizer.chat_template)) is not None
         self._closers: dict[str, bool] = {}
 
@@ -102,13 +104,20 @@ class Template:
     def without_specials(self, text: str) -> str:
         """`text` without the special tokens and white space at its end."""
         text = text.rstrip()
-        while special := next((s for s in self.specials if text.endswith(s)), None):
+        while text.endswith(self._endings):
+            special = next(special for special in self.specials if text.endswith(special))
             text = text[: -len(special)].rstrip()
         return text
 
     def special_at(self, text: str, at: int) -> str:
         """The longest special token that stands at `at`, "" if none."""
-        return next((special for special in self.specials if text.startswith(special, at)), "")
+        found = self._any_special.match(text, at)
+        return found[0] if found else ""
+
+    def next_special(self, text: str, begin: int) -> int | None:
+        """Where the first special token at or after `begin` stands."""
+        found = self._any_special.search(text, begin)
+        return found.start() if found else None
 
     def closing(self, text: str, begin: int) -> int | None:
         """End of what closes an answer at or after `begin`: the first special token there, or the stop token that follows it, with the
@@ -129,17 +138,11 @@ class Template:
                 break
         return first
 
-    def next_special(self, text: str, begin: int) -> int | None:
-        """Where the first special token at or after `begin` stands."""
-        return min((at for special in self.specials if (at := text.find(special, begin)) >= 0), default=None)
-
     def without_prompt(self, said: str, prompt: str) -> str:
         """`said` without the generation prompt after it: some templates write one whether asked for or not."""
         length = next((n for n, (a, b) in enumerate(zip(reversed(said), reversed(prompt))) if a != b), len(said))
-        found = [at for special in self.specials if (at := said.find(special, len(said) - length)) >= 0]
-        if not found or self.special_at(said, min(found)) in self.stops:
-            return said
-        return said[: min(found)]
+        at = self.next_special(said, len(said) - length)
+        return said if at is None or self.special_at(said, at) in self.stops else said[:at]
 
     def stop_at(self, text: str) -> int | None:
         """Length of the white space and the stop token that `text` begins with; None if it begins otherwise."""

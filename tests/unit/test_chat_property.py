@@ -164,12 +164,12 @@ def test_random_conversations(messages: Messages, template: str, cut: bool) -> N
     wanted = ORACLES[template](messages)
     if cut:
         # Nothing after the last answer's own words.
-        said = messages[-1]["content"]
-        at = max(i for i, (text, supervised) in enumerate(wanted[-1]) if supervised and said in text)
-        wanted[-1] = [*wanted[-1][:at], (wanted[-1][at][0][: wanted[-1][at][0].rfind(said) + len(said)], True)]
+        ends = tuple(messages[-1]["content"] + end for end in ("", "<|im_end|>", "<eos>"))
+        at = max(i for i, (text, supervised) in enumerate(wanted[-1]) if supervised and text.endswith(ends))
+        text = wanted[-1][at][0]
+        wanted[-1] = [*wanted[-1][:at], (text.removesuffix("<|im_end|>").removesuffix("<eos>"), True)]
     rows = [tokens(pieces, encode) for pieces in wanted]
-    rows = [
-        (ids, mask) for ids, mask in rows if any(map(operator.and_, mask, mask[1:]))
-    ]  # else there is nothing to predict
+    # Fewer than two tokens in a row: there is nothing to predict.
+    rows = [(ids, mask) for ids, mask in rows if any(map(operator.and_, mask, mask[1:]))]
     assert [e.token_ids.tolist() for e in examples] == [ids for ids, _ in rows]
     assert [e.supervised.tolist() for e in examples] == [mask for _, mask in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from functools import cache
 
 import pytest
 import toys
@@ -12,6 +13,7 @@ import toys
 fetcher = toys.script("fetch_templates", "scripts")
 
 
+@cache  # gzip writes the time into it
 def archive() -> bytes:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as tar:
