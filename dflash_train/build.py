@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 
@@ -15,11 +14,20 @@ from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
 from dflash_train.data.certificate import Certificate, certify, check_certificate
-from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
+from dflash_train.data.chat import (
+    check_supervised,
+    load_tokenizer,
+    mask_strategy,
+    prompt_ids,
+    read_stop_ids,
+    template_hash,
+    tokenize_all,
+)
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
 from dflash_train.data.provenance import compare_provenance, count_origins, expected_of
 from dflash_train.data.read import Kept, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
+from dflash_train.data.template import TEMPLATE_ERRORS
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
@@ -94,9 +102,11 @@ def read_data(
         max_length=data.max_length,
         drop_truncated=data.drop_truncated,
         kept=kept,
+        stop_ids=read_stop_ids(o.target_path, o.recipe.target.revision, o.tokenizer),
     )
-    say(f"{what}: {kept.table()}")
+    say(f"{what}: {kept.table()}\n  masks: {mask_strategy(o.tokenizer, kept)}")
     kept.check(data.max_dropped)
+    check_supervised(examples, what)
     for e in examples:
         if e.token_ids.max() >= o.info.vocab_size:
             raise ValueError(
@@ -137,7 +147,7 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
             kwargs = {**o.recipe.data.chat_template_kwargs, **c.chat_template_kwargs}
             try:
                 ids = prompt_ids(messages, o.tokenizer, tools=c.tools, kwargs=kwargs)
-            except (jinja2.TemplateError, TypeError):
+            except TEMPLATE_ERRORS:
                 kept.reject("template_error", c.source)
                 continue
         if not ids:

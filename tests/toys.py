@@ -401,11 +401,12 @@ def mean(report, name: str) -> float:
 # --- commands -----------------------------------------------------------------------------------------------
 
 
-def script(name: str):
-    """The module of a thin command in data_prep/."""
-    path = Path(__file__).resolve().parents[1] / "data_prep" / f"{name}.py"
+def script(name: str, folder: str = "data_prep"):
+    """The module of a thin command in data_prep/ or scripts/."""
+    path = Path(__file__).resolve().parents[1] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"script_{name}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks its module up
     spec.loader.exec_module(module)
     return module
 

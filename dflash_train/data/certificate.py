@@ -16,11 +16,11 @@ from typing import Any
 
 from dflash_train.assets import resolve
 from dflash_train.config.schema import DataConfig
+from dflash_train.data.chat import mask_strategy
 from dflash_train.data.read import Kept
 from dflash_train.types import TokenizedExample
 
 CERTIFICATE = "certificate.json"  # its name in a run's folder
-STRATEGY = "ids of the serving template; masks by prefix rendering; recorded token ids as they are"
 # What must be the same for the data to be the same. The rest is counted from it, or says who counted.
 COMPARED = ("template", "tokenizer", "chat_template_kwargs", "strategy", "settings", "files", "fingerprint")
 
@@ -82,7 +82,7 @@ def certify(
         template=_short(tokenizer.chat_template),
         tokenizer=tokenizer_hash(tokenizer),
         chat_template_kwargs=dict(data.chat_template_kwargs),
-        strategy=STRATEGY,
+        strategy=mask_strategy(tokenizer, kept),
         settings={
             "max_length": data.max_length,
             "reasoning_rows": data.reasoning_rows.value,

@@ -12,40 +12,21 @@ block, say) is never supervised.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from dflash_train.config.schema import ReasoningRows
+from dflash_train.data.answers import Chat, Document, SpansNotFound
 from dflash_train.data.read import Kept
+from dflash_train.data.template import Message, NotUsable, Template, render
+from dflash_train.data.template import template_hash as template_hash  # callers have it from here
 from dflash_train.types import Conversation, TokenizedExample
-
-Message = dict[str, Any]
-
-
-@dataclass
-class _Document:
-    """An example before it is cut: ids, mask and whether the text was cut off."""
-
-    id: str
-    token_ids: np.ndarray
-    supervised: np.ndarray
-    finish_reason: str
-
-
-class SpansNotFound(ValueError):
-    """What the target says in a conversation cannot be told from the rest; names template and row."""
-
-
-class _NotUsable(Exception):
-    """The template refuses this conversation; counted, not raised to the user."""
 
 
 def load_tokenizer(
@@ -78,19 +59,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def template_hash(tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> str:
-    """16 hex digits that change with the template's text or its arguments."""
-    text = json.dumps([tokenizer.chat_template, chat_template_kwargs], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def render(
-    messages: list[Message], tokenizer: Any, *, tools: list[Any] | None, kwargs: dict[str, Any], generation: bool
-) -> str:
-    """The template's text of `messages`, with the generation prompt if asked for."""
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=generation, **kwargs
-    )
+def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
+    """Tokens at which serving ends an answer: those of the target's generation_config.json (else config.json) and the tokenizer's."""
+    listed: Any = None
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None and listed is None:
+            listed = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})
 
 
 def prompt_ids(
@@ -111,14 +88,16 @@ def tokenize_all(
     max_length: int,
     drop_truncated: bool,
     kept: Kept,
+    stop_ids: Iterable[int] = (),
 ) -> list[TokenizedExample]:
-    """`tokenize` over a data set; rows that give no example are moved to `kept.dropped`.
+    """`tokenize` over a data set; stop_ids: what ends an answer in serving (`read_stop_ids`). Rows that give no example are moved to `kept.dropped`.
 
     An odd row among good ones, in which the spans cannot be found, is one of them. Where no row at all gives an example because of
     it, the template is at fault: raises the first row's SpansNotFound.
     """
     examples: list[TokenizedExample] = []
     first: SpansNotFound | None = None
+    template = Template(tokenizer, stop_ids)
     for conversation in conversations:
         try:
             examples += tokenize(
@@ -129,6 +108,7 @@ def tokenize_all(
                 max_length=max_length,
                 drop_truncated=drop_truncated,
                 kept=kept,
+                template=template,
             )
         except SpansNotFound as error:
             kept.reject("spans_not_found", conversation.source)
@@ -147,6 +127,8 @@ def tokenize(
     max_length: int,
     drop_truncated: bool = False,
     kept: Kept | None = None,
+    stop_ids: Iterable[int] = (),
+    template: Template | None = None,
 ) -> list[TokenizedExample]:
     """The training examples of one conversation, none if it cannot be used.
 
@@ -154,7 +136,7 @@ def tokenize(
     strips earlier reasoning) `per_turn` gives one example per assistant turn, `id/turn`, rendered as serving
     would; `whole` gives one example that supervises what is rendered. `prompt_ids` with `response_ids`, and
     the per-turn ids that regeneration stores in `turn_ids`, are used as they are. `kept` counts: a row
-    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`); `cut_at_max_length`,
+    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`, `no_prompt`); `cut_at_max_length`,
     `earlier_reasoning_not_rendered` and the like are notes.
 
     Raises SpansNotFound, naming template and row, where they cannot be found.
@@ -170,9 +152,13 @@ def tokenize(
             documents = _from_turns(conversation)
         else:
             kwargs = {**chat_template_kwargs, **conversation.chat_template_kwargs}
-            documents = _Chat(conversation, tokenizer, kwargs, kept).documents(reasoning_rows)
-    except _NotUsable:
+            template = Template(tokenizer, stop_ids) if template is None else template
+            documents = Chat(conversation, template, kwargs, kept).documents(reasoning_rows)
+    except NotUsable:
         kept.reject("template_error", conversation.source)
+        return []
+    if any(document.supervised.all() for document in documents):
+        kept.reject("no_prompt", conversation.source)
         return []
     examples = []
     for document in documents:
@@ -197,16 +183,41 @@ def tokenize(
     return examples
 
 
-def _from_ids(conversation: Conversation) -> _Document:
+def mask_strategy(tokenizer: Any, kept: Kept) -> str:
+    """How the masks of a data set were made, in words; `kept` is what `tokenize_all` counted in."""
+    agree, differ = kept.notes["generation_tag_agrees"], kept.notes["generation_tag_disagrees"]
+    fallback = kept.notes["spans_from_generation_tag"]
+    said = "prefix rendering, recorded ids as they are"
+    if not Template(tokenizer).tagged:
+        return f"{said} (the template has no generation tag)"
+    if differ:
+        said += f" (the generation tag disagrees in {differ} of {agree + differ} rows)"
+    elif agree:
+        said += " (generation tag agrees)"
+    return said + (f"; generation tag in {fallback} rows where it found nothing" if fallback else "")
+
+
+def check_supervised(examples: list[TokenizedExample], what: str) -> None:
+    """Raise ValueError when no token, or every token, of a data set is supervised: such a run would learn nothing, or to draft prompts."""
+    tokens = sum(len(example.token_ids) for example in examples)
+    supervised = sum(int(example.supervised.sum()) for example in examples)
+    if examples and supervised in (0, tokens):
+        raise ValueError(
+            f"{what}: supervised ratio is {supervised / tokens:.0f}: {supervised} of {tokens} tokens in {len(examples)} examples; "
+            "prompts and answers are not told apart; check the rows' roles or prompt_ids, and data.chat_template"
+        )
+
+
+def _from_ids(conversation: Conversation) -> Document:
     assert conversation.prompt_ids is not None and conversation.response_ids is not None
     ids = np.array(conversation.prompt_ids + conversation.response_ids)
     supervised = np.arange(len(ids)) >= len(conversation.prompt_ids)
-    return _Document(conversation.id, ids, supervised, conversation.finish_reason or "stop")
+    return Document(conversation.id, ids, supervised, conversation.finish_reason or "stop")
 
 
-def _from_turns(conversation: Conversation) -> list[_Document]:
+def _from_turns(conversation: Conversation) -> list[Document]:
     """Turns that each continue the one before become one document; another history starts the next."""
-    documents: list[_Document] = []
+    documents: list[Document] = []
     for number, turn in enumerate(conversation.metadata["turn_ids"]):
         prompt, response = np.array(turn["prompt_ids"], int), np.array(turn["response_ids"], int)
         supervised = np.arange(len(prompt) + len(response)) >= len(prompt)
@@ -214,220 +225,10 @@ def _from_turns(conversation: Conversation) -> list[_Document]:
         if documents and np.array_equal(documents[-1].token_ids, prompt[: len(documents[-1].token_ids)]):
             last = documents.pop()
             supervised[: len(last.supervised)] = last.supervised
-            documents.append(_Document(last.id, np.concatenate([prompt, response]), supervised, finish_reason))
+            documents.append(Document(last.id, np.concatenate([prompt, response]), supervised, finish_reason))
         else:
             name = f"{conversation.id}/{number}"
-            documents.append(_Document(name, np.concatenate([prompt, response]), supervised, finish_reason))
+            documents.append(Document(name, np.concatenate([prompt, response]), supervised, finish_reason))
     if len(documents) == 1:
         documents[0].id = conversation.id
     return documents
-
-
-class _Chat:
-    """One conversation with its template: renders prefixes, finds spans, tokenises."""
-
-    def __init__(self, conversation: Conversation, tokenizer: Any, kwargs: dict[str, Any], kept: Kept) -> None:
-        self.conversation, self.tokenizer, self.kwargs, self.kept = conversation, tokenizer, kwargs, kept
-        self.turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        # What follows the last answer is not part of anything the target says.
-        self.messages = conversation.messages[: self.turns[-1] + 1] if self.turns else []
-        added = tokenizer.added_tokens_decoder.values()
-        specials = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self.specials = sorted(specials, key=len, reverse=True)
-
-    def documents(self, reasoning_rows: ReasoningRows) -> list[_Document]:
-        if not self.turns:
-            return []
-        conversation = self.conversation
-        if self.turns[0] == 0:
-            # Nobody asked for it, and serving cannot: there is no prompt without a message.
-            self.kept.notes["opening_turn_not_supervised"] += 1
-            self.turns = self.turns[1:]
-            if not self.turns:
-                return []
-        full = self._render(self.messages)
-        prompts = {i: self._render(self.messages[:i], generation=True) for i in self.turns}
-        texts = {i: full if i == self.turns[-1] else self._render(self.messages[: i + 1]) for i in self.turns}
-        cut = conversation.finish_reason == "length"
-        for i in [i for i in self.turns if not self._says_its_calls(i, prompts[i], texts[i])]:
-            # What is left of such an answer is a turn end, which the target did not say there.
-            self.kept.notes["tool_call_not_rendered"] += 1
-            self.turns.remove(i)
-            cut = cut and i != len(self.messages) - 1
-        if not self.turns:
-            return []
-        if all(full.startswith(prompts[i]) and full.startswith(texts[i]) for i in self.turns):
-            spans = [self._span(i, prompts[i], texts[i]) for i in self.turns]
-            return [self._document(conversation.id, full, [s[:2] for s in spans], spans[-1][2] if cut else None)]
-        if reasoning_rows is ReasoningRows.whole:
-            spans = [self._span_in_full(i, full, prompts[i], texts[i]) for i in self.turns]
-            self._count_reasoning(full, spans)
-            return [self._document(conversation.id, full, [s[:2] for s in spans], spans[-1][2] if cut else None)]
-        documents = []
-        for number, i in enumerate(self.turns):
-            start, end, text_end = self._span(i, prompts[i], texts[i])
-            name = f"{conversation.id}/{number}" if len(self.turns) > 1 else conversation.id
-            is_cut = cut and i == self.turns[-1]
-            documents.append(self._document(name, texts[i], [(start, end)], text_end if is_cut else None))
-        return documents
-
-    def _render(self, messages: list[Message], generation: bool = False) -> str:
-        tools = self.conversation.tools
-        try:
-            return render(messages, self.tokenizer, tools=tools, kwargs=self.kwargs, generation=generation)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise _NotUsable(str(error)) from error
-
-    def _says_its_calls(self, turn: int, prompt: str, text: str) -> bool:
-        """Whether the template renders the tool calls of an answer; some have no place for them."""
-        calls = self.messages[turn].get("tool_calls") or []
-        names = [str(call.get("function", call).get("name")) for call in calls]
-        return all(text.count(name) > prompt.count(name) for name in names)
-
-    def _error(self, turn: int, why: str) -> SpansNotFound:
-        name = f"{self.tokenizer.name_or_path or 'tokenizer'} ({template_hash(self.tokenizer, self.kwargs)})"
-        return SpansNotFound(
-            f"chat template {name}, row {self.conversation.id} ({self.conversation.source}), "
-            f"message {turn}: {why}. "
-            "Use the template and arguments that the answers were generated with "
-            "(data.chat_template, data.chat_template_kwargs), or regenerate the answers"
-        )
-
-    def _span(self, turn: int, prompt: str, text: str) -> tuple[int, int, int]:
-        """(start, end with terminator, end without) of the answer that ends `text`, the render of
-        messages[:turn + 1].
-        """
-        if not text.startswith(prompt):
-            raise self._error(turn, "the generation prompt is not how the template renders this answer's beginning")
-        answer = text[len(prompt) :]
-        if not answer.strip():
-            raise self._error(turn, "the template renders nothing for this answer")
-        text_end, end = self._terminator(turn, answer)
-        return len(prompt), len(prompt) + end, len(prompt) + text_end
-
-    def _terminator(self, turn: int, answer: str) -> tuple[int, int]:
-        """(begin, end) of what closes a rendered answer; the white space after it is the template's, not the
-        target's.
-        """
-        message = self.messages[turn]
-        content = (message["content"] or "").strip()
-        if content and not message.get("tool_calls"):
-            begin = len(self._without_specials(answer))
-            if not answer[:begin].endswith(content):
-                # A terminator in plain text, or an answer that itself ends like one: let the template show
-                # what follows the content.
-                suffix = self._after_content(turn, self.messages[: turn + 1])
-                begin = len(answer) - len(suffix) if suffix is not None and answer.endswith(suffix) else -1
-            if begin >= 0:
-                closing = self._first_special(answer, begin)
-                end = closing if closing is not None else max(begin, len(answer.rstrip()))
-                if end == begin:
-                    self.kept.notes["answer_rendered_without_turn_end"] += 1
-                return begin, end
-        # Tool calls may contain special tokens, so only the last one closes the turn.
-        found = [(answer.rfind(special), len(special)) for special in self.specials]
-        begin, length = max(found, default=(-1, 0))
-        if begin < 0:
-            return len(answer.rstrip()), len(answer.rstrip())
-        text_end = len(answer[:begin].rstrip()) if self.conversation.finish_reason == "length" else begin
-        return text_end, begin + length
-
-    def _without_specials(self, text: str) -> str:
-        """`text` without the special tokens and white space at its end."""
-        text = text.rstrip()
-        while special := next((s for s in self.specials if text.endswith(s)), None):
-            text = text[: -len(special)].rstrip()
-        return text
-
-    def _first_special(self, text: str, begin: int) -> int | None:
-        """End of the first special token at or after `begin`."""
-        found = [(at, -len(special)) for special in self.specials if (at := text.find(special, begin)) >= 0]
-        return min(found)[0] - min(found)[1] if found else None
-
-    def _after_content(self, turn: int, messages: list[Message]) -> str | None:
-        """What the template renders after the content of message `turn`, shown by a stand-in for that
-        content.
-        """
-        text, at = self._with_stand_in(turn, messages, keep_reasoning=True)
-        return text[at + 1 :] if at >= 0 else None
-
-    def _with_stand_in(self, turn: int, messages: list[Message], keep_reasoning: bool) -> tuple[str, int]:
-        """The render in which one unused character replaces the content of `turn`, and where it is (-1: not
-        once).
-        """
-        used = json.dumps(messages, ensure_ascii=False)
-        stand_in = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
-        dropped = () if keep_reasoning else ("reasoning_content", "reasoning", "thinking")
-        message = {key: value for key, value in messages[turn].items() if key not in dropped}
-        text = self._render([*messages[:turn], {**message, "content": stand_in}, *messages[turn + 1 :]])
-        return text, text.find(stand_in) if text.count(stand_in) == 1 else -1
-
-    def _span_in_full(self, turn: int, full: str, prompt: str, text: str) -> tuple[int, int, int]:
-        """As `_span`, for a turn inside the render of the whole conversation."""
-        if full == text:
-            return self._span(turn, prompt, text)
-        start = len(prompt)
-        if not full.startswith(prompt):
-            shown, start = self._with_stand_in(turn, self.messages, keep_reasoning=False)
-            if start < 0 or not full.startswith(shown[:start]):
-                raise self._error(turn, "the answer's beginning is not found in the rendered conversation")
-        suffix = self._after_content(turn, self.messages)
-        if suffix is None or not full.endswith(suffix):
-            raise self._error(turn, "the answer's end is not found in the rendered conversation")
-        text_end = max(start, len(full) - len(suffix))
-        # The turn must close before the next message's own text begins.
-        shown, bound = self._with_stand_in(turn + 1, self.messages, keep_reasoning=True)
-        if bound < 0 or not full.startswith(shown[:bound]):
-            raise self._error(turn, "the next message is not found in the rendered conversation")
-        own = self._span(turn, prompt, text) if text.startswith(prompt) else None
-        closing = text[own[2] : own[1]].strip() if own else ""
-        rest = full[text_end:bound].lstrip()
-        end: int | None
-        if closing and rest.startswith(closing):
-            end = bound - len(rest) + len(closing)
-        elif self.messages[turn].get("tool_calls") and closing in rest:
-            end = bound - len(rest) + rest.index(closing) + len(closing)
-        else:
-            # The template closes earlier turns otherwise than the last one, or not at all.
-            end = text_end if own and not closing else self._first_special(full, text_end)
-        if end is None or end > bound:
-            raise self._error(turn, "the answer's terminator is not found in the rendered conversation")
-        return start, end, text_end
-
-    def _count_reasoning(self, full: str, spans: list[tuple[int, int, int]]) -> None:
-        for i, (start, end, _) in zip(self.turns, spans, strict=True):
-            message = self.messages[i]
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            if not reasoning and "</think>" in message["content"]:
-                reasoning = message["content"].split("</think>")[0].split("<think>")[-1]
-            if reasoning.strip() and reasoning.strip() not in full[start:end]:
-                self.kept.notes["earlier_reasoning_not_rendered"] += 1
-
-    def _document(self, name: str, text: str, spans: list[tuple[int, int]], cut: int | None) -> _Document:
-        """Tokens of `text`, up to character `cut` if the answer was cut off there (no turn end is supervised
-        then).
-        """
-        if cut is not None:
-            text = text[:cut]
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
-        finish_reason = "stop" if cut is None else "length"
-        return _Document(name, np.array(encoded["input_ids"]), _mask(text, offsets, spans), finish_reason)
-
-
-def _mask(text: str, offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """bool (T,): tokens that begin inside a span. offsets: int (T, 2), begin and end of each token in `text`.
-
-    A token that begins before the span counts only if it brings nothing but white space from there
-    (`Ġhello`): byte-level tokenizers report such tokens with or without that space. Tokens without width
-    stand where the one before them ended.
-    """
-    begins, ends = offsets[:, 0], offsets[:, 1]
-    previous = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
-    begins = np.where(ends > begins, begins, previous)
-    mask = np.zeros(len(offsets), dtype=bool)
-    for start, end in spans:
-        mask |= (begins >= start) & (begins < end)
-        for i in np.flatnonzero((begins < start) & (ends > start)):
-            mask[i] = text[begins[i] : start].isspace() and bool(text[start : ends[i]].strip())
-    return mask

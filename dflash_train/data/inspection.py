@@ -15,7 +15,14 @@ from dflash_train.assets import public_name, resolve
 from dflash_train.config.schema import Recipe
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import Certificate, certify
-from dflash_train.data.chat import load_tokenizer, template_hash, tokenize_all
+from dflash_train.data.chat import (
+    check_supervised,
+    load_tokenizer,
+    mask_strategy,
+    read_stop_ids,
+    template_hash,
+    tokenize_all,
+)
 from dflash_train.data.provenance import compare_provenance, count_origins, expected_of, read_origins, settings_table
 from dflash_train.data.read import Kept, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
@@ -129,6 +136,7 @@ def look(recipe: Recipe) -> Inspection:
         max_length=data.max_length,
         drop_truncated=data.drop_truncated,
         kept=kept,
+        stop_ids=read_stop_ids(target, recipe.target.revision, tokenizer),
     )
     try:
         kept.check(data.max_dropped)
@@ -148,7 +156,10 @@ def look(recipe: Recipe) -> Inspection:
             fingerprint=found.stream.fingerprint,
             mask_token_id=recipe.drafter.mask_token_id,
         )
-        found.problems += _ratio_problem(found.certificate)
+        try:
+            check_supervised(examples, "train")
+        except ValueError as error:
+            found.problems.append(str(error))
     return found
 
 
@@ -164,15 +175,6 @@ def _stream(recipe: Recipe, examples: list[TokenizedExample]) -> RowStream:
         pack=recipe.data.pack,
     )
     return RowStream(examples, config)
-
-
-def _ratio_problem(certificate: Certificate) -> list[str]:
-    if certificate.supervised not in (0, certificate.tokens):
-        return []
-    return [
-        f"supervised ratio is {certificate.ratio:.0f} over {certificate.tokens} tokens: prompts and answers are not told apart; "
-        "check the rows' roles or prompt_ids, and data.chat_template"
-    ]
 
 
 def inspect(
@@ -193,7 +195,7 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
     data, stream, certificate = found.recipe.data, found.stream, found.certificate
     print(found.kept.table(), file=out)
     print(
-        f"template {found.template}, arguments {dict(data.chat_template_kwargs)}; masks by prefix rendering, recorded ids as they are",
+        f"template {found.template}, arguments {dict(data.chat_template_kwargs)}; masks: {mask_strategy(found.tokenizer, found.kept)}",
         file=out,
     )
     if stream and certificate:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from dflash_train.config.schema import ReasoningRows
-from dflash_train.data.chat import load_tokenizer, template_hash, tokenize, tokenize_all
+from dflash_train.data.chat import load_tokenizer, mask_strategy, read_stop_ids, template_hash, tokenize, tokenize_all
 from dflash_train.data.read import Kept
 from dflash_train.types import Conversation, TokenizedExample
 
@@ -417,3 +417,82 @@ def test_a_target_without_template_is_an_error_with_the_remedy(tmp_path: Path) -
     assert load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "own.jinja")).chat_template == CHATML
     with pytest.raises(ValueError, match="does not exist"):
         load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "none.jinja"))
+
+
+TAGGED = CHATML.replace(
+    "{{ m.content }}<|im_end|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
+)
+
+
+def test_a_generation_tag_is_a_second_opinion_and_prefix_rendering_wins() -> None:
+    conversation = row(user("a"), says("one"), user("b"), says("two"))
+    kept = Kept(kept=1)
+    tokenizer = byte_level(TAGGED)
+    (example,) = run(conversation, tokenizer, kept)
+    assert spans(example, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+    assert kept.notes == {"generation_tag_agrees": 1}
+    assert mask_strategy(tokenizer, kept).endswith("(generation tag agrees)")
+    tokenizer.chat_template = TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
+    kept = Kept(kept=1)
+    (example,) = run(conversation, tokenizer, kept)
+    assert spans(example, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+    assert kept.notes == {"generation_tag_disagrees": 1}
+    assert "disagrees in 1 of 1 rows" in mask_strategy(tokenizer, kept)
+    assert "no generation tag" in mask_strategy(byte_level(CHATML), Kept())
+
+
+def test_a_generation_tag_is_used_where_prefix_rendering_finds_no_end() -> None:
+    # The template adds its instructions to every tool call, before anything that could end it.
+    rule = "<|im_start|><|end|>use tools wisely and well, always.<|im_start|>assistant\n"
+    call = {"function": {"name": "get_tide", "arguments": {}}}
+    template = (
+        f"{rule}{{% for m in messages %}}{{{{ m.role }}}}: {{% if m.role == 'assistant' %}}{{% generation %}}"
+        f"{{{{ m.tool_calls[0].function.name }}}}{{% endgeneration %}}{rule}<|im_end|>"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer, kept = byte_level(template), Kept(kept=1)
+    (example,) = run(row(user("tide?"), says("", tool_calls=[call])), tokenizer, kept)
+    assert spans(example, tokenizer) == ["get_tide"]
+    assert kept.notes["spans_from_generation_tag"] == 1
+    tokenizer.chat_template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(ValueError, match="adds instructions of its own"):
+        run(row(user("tide?"), says("", tool_calls=[call])), tokenizer)
+
+
+def test_a_turn_end_that_only_the_history_shows_is_a_stop_token_of_serving() -> None:
+    template = "{% for m in messages %}<|{{ 'end' if m.role == 'user' else 'im_start' }}|>{{ m.content }}{% endfor %}"
+    tokenizer = byte_level(template + "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    conversation = row(user("a"), says("one"), user("b"), says("two"))
+    (example,) = run(conversation, tokenizer, stop_ids=[tokenizer.convert_tokens_to_ids("<|end|>")])
+    assert spans(example, tokenizer) == ["one<|end|>", "two<|end|>"]
+    assert tokenizer.decode(example.token_ids.tolist()) == "<|end|>a<|im_start|>one<|end|>b<|im_start|>two<|end|>"
+    kept = Kept(kept=1)
+    (example,) = run(conversation, tokenizer, kept)
+    assert spans(example, tokenizer) == ["one", "two"]
+    assert kept.notes == {"answer_rendered_without_turn_end": 2}
+
+
+def test_stop_tokens_are_the_generation_configs_and_the_tokenizers(tmp_path: Path) -> None:
+    tokenizer = byte_level(CHATML)
+    own = tokenizer.eos_token_id
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 7}')
+    assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([7, own])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([3, 5, own])
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([7, own])
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+    kept = Kept(kept=1)
+    tokenizer = byte_level(CHATML)
+    (example,) = run(row(user("2+2?"), says("Four.", reasoning_content="hm")), tokenizer, kept)
+    assert spans(example, tokenizer) == ["Four.<|im_end|>"]
+    assert kept.notes == {"reasoning_not_rendered": 1}
+
+
+def test_a_row_without_a_prompt_is_counted() -> None:
+    kept = Kept(kept=1)
+    assert run(row(prompt_ids=[], response_ids=[1, 2, 3]), byte_level(CHATML), kept) == []
+    assert kept.dropped == {"no_prompt": 1}

@@ -12,6 +12,7 @@ from dflash_train.build import build_rows, build_stream, certify_rows, outline, 
 from dflash_train.config.load import load_recipe
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import read_certificate
+from dflash_train.data.chat import check_supervised
 from dflash_train.data.inspection import GREEN, chosen, histogram, inspect, look, packing, position_shares, show
 
 ROWS = [
@@ -80,8 +81,18 @@ def test_a_mask_token_that_is_not_set_is_not_counted(recipe):
 
 def test_data_without_a_prompt_is_refused(recipe):
     rows = [{"id": f"r{i}", "prompt_ids": [], "response_ids": [20 + i, 21, 22, 23]} for i in range(2)]
-    with pytest.raises(ValueError, match="supervised ratio is 1.*prompts and answers are not told apart"):
+    with pytest.raises(ValueError, match=r"0 usable rows of 2(.|\n)*no_prompt .*rows.jsonl:1"):
         inspect(recipe(rows=rows), out=io.StringIO())
+
+
+@pytest.mark.parametrize("supervised", [[], range(6)], ids=["nothing", "everything"])
+def test_a_mask_of_nothing_or_everything_over_the_data_set_is_an_error_with_the_numbers(supervised):
+    examples = [toys.document(6, list(supervised)) for _ in range(2)]
+    with pytest.raises(
+        ValueError, match=rf"train: supervised ratio is [01]: {2 * len(supervised)} of 12 tokens in 2 examples"
+    ):
+        check_supervised(examples, "train")
+    check_supervised([*examples, toys.document(6, [2, 3])], "train")
 
 
 def test_every_length_is_in_the_histogram():

