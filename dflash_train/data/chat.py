@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 from dflash_train.config.schema import ReasoningRows
 from dflash_train.data.read import Kept
+from dflash_train.data.windows import windows
 from dflash_train.types import Conversation, TokenizedExample
 
 Message = dict[str, Any]
@@ -103,16 +104,9 @@ def prompt_ids(
 
 
 def tokenize_all(
-    conversations: Iterable[Conversation],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: dict[str, Any],
-    reasoning_rows: ReasoningRows,
-    max_length: int,
-    drop_truncated: bool,
-    kept: Kept,
+    conversations: Iterable[Conversation], tokenizer: Any, *, kept: Kept, **options: Any
 ) -> list[TokenizedExample]:
-    """`tokenize` over a data set; rows that give no example are moved to `kept.dropped`.
+    """`tokenize` (which has the options) over a data set; rows that give no example are moved to `kept.dropped`.
 
     An odd row among good ones, in which the spans cannot be found, is one of them. Where no row at all gives an example because of
     it, the template is at fault: raises the first row's SpansNotFound.
@@ -120,22 +114,23 @@ def tokenize_all(
     examples: list[TokenizedExample] = []
     first: SpansNotFound | None = None
     for conversation in conversations:
-        try:
-            examples += tokenize(
-                conversation,
-                tokenizer,
-                chat_template_kwargs=chat_template_kwargs,
-                reasoning_rows=reasoning_rows,
-                max_length=max_length,
-                drop_truncated=drop_truncated,
-                kept=kept,
-            )
-        except SpansNotFound as error:
-            kept.reject("spans_not_found", conversation.source)
-            first = first or error
+        found, error = tokenize_or_reject(conversation, tokenizer, kept=kept, **options)
+        examples += found
+        first = first or error
     if first is not None and not examples:
         raise first
     return examples
+
+
+def tokenize_or_reject(
+    conversation: Conversation, tokenizer: Any, *, kept: Kept, **options: Any
+) -> tuple[list[TokenizedExample], SpansNotFound | None]:
+    """`tokenize`, with a row whose spans cannot be found rejected and its error returned."""
+    try:
+        return tokenize(conversation, tokenizer, kept=kept, **options), None
+    except SpansNotFound as error:
+        kept.reject("spans_not_found", conversation.source)
+        return [], error
 
 
 def tokenize(
@@ -146,6 +141,7 @@ def tokenize(
     reasoning_rows: ReasoningRows = ReasoningRows.per_turn,
     max_length: int,
     drop_truncated: bool = False,
+    window_overlap: int | None = None,
     kept: Kept | None = None,
 ) -> list[TokenizedExample]:
     """The training examples of one conversation, none if it cannot be used.
@@ -153,9 +149,10 @@ def tokenize(
     One example holds all assistant turns where the template is prefix-preserving. Elsewhere (a template that
     strips earlier reasoning) `per_turn` gives one example per assistant turn, `id/turn`, rendered as serving
     would; `whole` gives one example that supervises what is rendered. `prompt_ids` with `response_ids`, and
-    the per-turn ids that regeneration stores in `turn_ids`, are used as they are. `kept` counts: a row
-    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`); `cut_at_max_length`,
-    `earlier_reasoning_not_rendered` and the like are notes.
+    the per-turn ids that regeneration stores in `turn_ids`, are used as they are. Longer examples are cut at
+    `max_length`, or made into windows `id@0`, `id@1`, ... that overlap by `window_overlap` tokens if that is
+    given. `kept` counts: a row without an example is rejected (`truncated`, `template_error`,
+    `nothing_to_predict`); `cut_at_max_length`, `earlier_reasoning_not_rendered` and the like are notes.
 
     Raises SpansNotFound, naming template and row, where they cannot be found.
     """
@@ -176,25 +173,41 @@ def tokenize(
         return []
     examples = []
     for document in documents:
-        ids, supervised, finish_reason = document.token_ids, document.supervised, document.finish_reason
-        if len(ids) > max_length:
-            ids, supervised, finish_reason = ids[:max_length], supervised[:max_length], "length"
-            kept.notes["cut_at_max_length"] += 1
-        if not np.any(supervised[:-1] & supervised[1:]):
-            kept.notes["example_with_nothing_to_predict"] += 1
-            continue
-        examples.append(
-            TokenizedExample(
-                id=document.id,
-                domain=conversation.domain,
-                token_ids=ids.astype(np.int32),
-                supervised=supervised,
-                finish_reason=finish_reason,
+        for part in _parts(document, max_length, window_overlap, kept):
+            if not np.any(part.supervised[:-1] & part.supervised[1:]):
+                whole = part.id == document.id
+                kept.notes["example_with_nothing_to_predict" if whole else "window_with_nothing_to_predict"] += 1
+                continue
+            examples.append(
+                TokenizedExample(
+                    id=part.id,
+                    domain=conversation.domain,
+                    token_ids=part.token_ids.astype(np.int32),
+                    supervised=part.supervised,
+                    finish_reason=part.finish_reason,
+                )
             )
-        )
     if not examples:
         kept.reject("nothing_to_predict", conversation.source)
     return examples
+
+
+def _parts(document: _Document, max_length: int, window_overlap: int | None, kept: Kept) -> list[_Document]:
+    """The document, or what becomes of one that is longer than max_length."""
+    ids, supervised = document.token_ids, document.supervised
+    if len(ids) <= max_length:
+        return [document]
+    if window_overlap is None:
+        kept.notes["cut_at_max_length"] += 1
+        return [_Document(document.id, ids[:max_length], supervised[:max_length], "length")]
+    kept.notes["made_into_windows"] += 1
+    parts = []
+    for number, (begin, own, end) in enumerate(windows(len(ids), max_length, window_overlap)):
+        mask = supervised[begin:end].copy()
+        mask[: own - begin] = False
+        reason = document.finish_reason if end == len(ids) else "length"
+        parts.append(_Document(f"{document.id}@{number}", ids[begin:end], mask, reason))
+    return parts
 
 
 def _from_ids(conversation: Conversation) -> _Document:
