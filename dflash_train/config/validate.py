@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dflash_train.config.schema import Precision, Recipe
+from dflash_train.config.schema import LongDocuments, Precision, Recipe
+from dflash_train.config.sources import read_sources
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -25,7 +26,7 @@ def validate(recipe: Recipe, where: str) -> None:
     ]:  # fmt: skip
         need(value >= 1, name, value, "must be at least 1")
     for name, value in [
-        ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit),
+        ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit), ("data.workers", recipe.data.workers),
         ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
         ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
     ]:  # fmt: skip
@@ -48,6 +49,7 @@ def validate(recipe: Recipe, where: str) -> None:
         "must not be negative; 0 switches clipping off",
     )
     need(0 <= recipe.data.max_dropped <= 1, "data.max_dropped", recipe.data.max_dropped, "is a share in [0, 1]")
+    _validate_data(recipe, where)
 
     need(
         d.block_size >= 2,
@@ -126,3 +128,23 @@ def validate(recipe: Recipe, where: str) -> None:
         "auto",
         "name the format: bfloat16 or float32",
     )
+
+
+def _validate_data(recipe: Recipe, where: str) -> None:
+    data, overlap = recipe.data, recipe.data.window_overlap
+    try:
+        read_sources(data.train)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if overlap is None:
+        return
+    if data.long_documents is not LongDocuments.window:
+        raise ValueError(
+            f"{where}: data.window_overlap = {overlap}: has no effect with data.long_documents = {data.long_documents.value}; "
+            "set data.long_documents=window, or leave it out"
+        )
+    if not 0 <= overlap <= data.max_length - 2:
+        raise ValueError(
+            f"{where}: data.window_overlap = {overlap}: must be in [0, data.max_length - 2 = {data.max_length - 2}], "
+            "so that each window has an anchor and a drafted token of its own"
+        )
