@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from dflash_train import assets, ranks
 from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read_state
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
-from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash, tokenize_all
+from dflash_train.config.sources import read_sources
+from dflash_train.data.chat import load_tokenizer, prompt_ids, template_hash
+from dflash_train.data.corpus import Corpus, weights_of
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
-from dflash_train.data.read import read_conversations
+from dflash_train.data.prepare import check_token_ids, prepare
+from dflash_train.data.read import Kept, iter_conversations, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
@@ -26,7 +30,7 @@ from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
-from dflash_train.types import Conversation, Prompt, TargetInfo, TokenizedExample
+from dflash_train.types import Prompt, TargetInfo, TokenizedExample
 
 
 @dataclass(kw_only=True)
@@ -70,51 +74,37 @@ def outline(recipe: Recipe) -> Outline:
     return Outline(recipe=recipe, target_path=path, info=info, tokenizer=tokenizer, spec=spec, gamma=gamma)
 
 
-def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None = None) -> list[TokenizedExample]:
-    """Rows of data files as token ids with masks; prints what was kept and dropped, refuses too large a loss."""
+def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | None = None) -> Corpus:
+    """Documents of the recipe's sources; prints what was kept and dropped, refuses too large a loss."""
     data = o.recipe.data
-    conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
-    check_token_ids(conversations, o.info)
-    others = Counter(
-        c.metadata["generator"].get("model") for c in conversations if isinstance(c.metadata.get("generator"), dict)
-    )
-    others.pop(o.recipe.target.path, None)
-    if others:
-        named = ", ".join(f"{n} by {model}" for model, n in others.most_common(3))
+    named = read_sources(entries, f"data.{what}")
+    sources = [dataclasses.replace(source, path=assets.resolve(source.path, what)) for source in named]
+    corpus = prepare(sources, o.tokenizer, o.info, data, what=what, limit=limit)
+    warn_of_other_generators(o, corpus, what)
+    say(f"{what}: {corpus.kept.table()}")
+    corpus.kept.check(data.max_dropped)
+    return corpus
+
+
+def warn_of_other_generators(o: Outline, corpus: Corpus, what: str) -> None:
+    """Say which rows were written by another model than the target, or with another template than it is served with."""
+    models: Counter[str] = Counter()
+    templates = 0
+    for model, rendered, kwargs, count in corpus.header["generators"]:
+        models[str(model)] += count
+        if rendered is not None and rendered != template_hash(o.tokenizer, kwargs or {}):
+            templates += count
+    models.pop(o.recipe.target.path, None)
+    if models:
+        named = ", ".join(f"{n} by {model}" for model, n in models.most_common(3))
         say(
             f"WARNING: {what} rows were not written by target.path = {o.recipe.target.path}: {named}; a drafter learns best from its own target's words (regenerate them)"
         )
-    examples = tokenize_all(
-        conversations,
-        o.tokenizer,
-        chat_template_kwargs=data.chat_template_kwargs,
-        reasoning_rows=data.reasoning_rows,
-        max_length=data.max_length,
-        drop_truncated=data.drop_truncated,
-        kept=kept,
-    )
-    say(f"{what}: {kept.table()}")
-    kept.check(data.max_dropped)
-    for e in examples:
-        if e.token_ids.max() >= o.info.vocab_size:
-            raise ValueError(
-                f"{what} row {e.id}: the tokenizer of {o.target_path} gives token id {e.token_ids.max()}, but its embedding has only "
-                f"{o.info.vocab_size} rows; use the tokenizer that belongs to the target"
-            )
-    return examples
-
-
-def check_token_ids(conversations: list[Conversation], info: TargetInfo) -> None:
-    """Raise ValueError for a row whose token ids the target does not have: another tokenizer made them."""
-    for c in conversations:
-        turns = c.metadata.get("turn_ids", [])
-        given = [c.prompt_ids, c.response_ids, *(turn[key] for turn in turns for key in ("prompt_ids", "response_ids"))]
-        highest = max((max(ids) for ids in given if ids), default=0)
-        if highest >= info.vocab_size:
-            raise ValueError(
-                f"{c.source}: token id {highest} is outside the vocabulary of {info.path}, [0, {info.vocab_size}): "
-                "the row was made with another tokenizer; regenerate it with this target"
-            )
+    if templates:
+        say(
+            f"WARNING: {templates} {what} rows were generated with another chat template than {o.recipe.data.chat_template or 'the one of ' + o.recipe.target.path}; "
+            "serve with the one that they have, or regenerate them"
+        )
 
 
 def heldout_prompts(o: Outline) -> list[Prompt]:
@@ -156,7 +146,7 @@ def build_stream(o: Outline) -> RowStream:
         o.tokenizer.convert_ids_to_tokens(spec.mask_token_id) if spec.mask_token_id < len(o.tokenizer) else "no token"
     )
     check_mask_absent(spec.mask_token_id, examples, token)
-    return RowStream(
+    stream = RowStream(
         examples,
         StreamConfig(
             row_length=o.recipe.data.max_length,
@@ -168,6 +158,28 @@ def build_stream(o: Outline) -> RowStream:
             pack=o.recipe.data.pack,
         ),
     )
+    say(mixture_table(examples, stream))
+    return stream
+
+
+def mixture_table(corpus: Corpus, stream: RowStream) -> str:
+    """What each source brings and its share of an epoch's tokens, and how well rows are filled."""
+    shares = np.bincount(corpus.source_of, corpus.lengths * weights_of(corpus), len(corpus.sources))
+    lines = ["sources:      rows  documents      tokens  supervised  weight  share of an epoch"]
+    for i, source in enumerate(corpus.sources):
+        mine = corpus.source_of == i
+        tokens, supervised = corpus.lengths[mine].sum(), corpus.supervised_counts[mine].sum()
+        tag = f" ({source.domain})" if source.domain else ""
+        lines.append(
+            f"        {corpus.header['rows'][i]:>10} {mine.sum():>10} {tokens:>11} {supervised / max(tokens, 1):>11.1%} {source.weight:>7g} "
+            f"{shares[i] / shares.sum():>6.1%}  {source.path}{tag}"
+        )
+    held = stream.rows_per_epoch * stream.config.row_length
+    padding = 1 - stream.tokens_per_epoch / max(held, 1)
+    lines.append(
+        f"packing: {stream.rows_per_epoch} rows of {stream.config.row_length} tokens, {padding:.1%} padding, {stream.packing_seconds:.2f} s"
+    )
+    return "\n".join(lines)
 
 
 def build_step(o: Outline, device: torch.device) -> DraftStep:
@@ -203,7 +215,9 @@ def describe(o: Outline) -> str:
 def data_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
     """What, besides the drafter, must stay the same for a resume to give the same numbers."""
     train = o.recipe.train
-    return {
+    weights = [source.weight for source in stream.examples.sources]
+    mixed = {"weights": weights} if set(weights) != {1.0} else {}
+    return mixed | {
         "target": o.info.path,
         "target_revision": o.info.revision,
         "template_hash": template_hash(o.tokenizer, o.recipe.data.chat_template_kwargs),
@@ -245,10 +259,9 @@ class OpenedRun:
 
 def heldout_examples(o: Outline) -> list[TokenizedExample]:
     """Held-out rows that carry an answer, at most evaluate.max_prompts per domain; none where the file has prompts only."""
-    conversations, _ = read_conversations(
-        [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
-    )
-    if not any(c.response_ids or (c.messages and c.messages[-1]["role"] == "assistant") for c in conversations):
+    paths = [assets.resolve(p, "heldout") for p in o.recipe.data.heldout]
+    found = (c for _, c in iter_conversations(paths, Kept(), need_answer=False))
+    if not any(c.response_ids or (c.messages and c.messages[-1]["role"] == "assistant") for c in found):
         return []
     examples = read_examples(o, o.recipe.data.heldout, what="heldout")
     most = o.recipe.evaluate.max_prompts
