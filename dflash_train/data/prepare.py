@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,10 @@ from dflash_train.types import Conversation, TargetInfo, TokenizedExample
 
 # The files whose code decides what a row becomes; a change of any of them makes new data.
 CODE = ("chat.py", "corpus.py", "files.py", "layouts.py", "prepare.py", "read.py", "windows.py")
+# As it was when this process began, whatever happens to the files later.
+CODE_HASH = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in CODE)).hexdigest()[:16]
 CHUNK_ROWS = 128
-ROWS_PER_WORKER = 1000
+ROWS_FOR_WORKERS = 8000  # below, starting a process (seconds of imports) costs more than it saves
 MOST_WORKERS = 16
 SECONDS_PER_NOTE = 30
 
@@ -94,9 +96,6 @@ def key_inputs(
     tokenizer("", add_special_tokens=False)  # the first call takes truncation and padding out of the backend's state
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
     digest.update(json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map], default=str).encode())
-    code = hashlib.sha256()
-    for name in CODE:
-        code.update((Path(__file__).parent / name).read_bytes())
     return {
         "content": [content_hash(place)[:16] for place in located],
         "tokenizer": digest.hexdigest()[:16],
@@ -105,7 +104,7 @@ def key_inputs(
         "reasoning_rows": options["reasoning_rows"].value,
         "limit": limit,
         "vocab_size": info.vocab_size,
-        "code": code.hexdigest()[:16],
+        "code": CODE_HASH,
         "tokenizers": tokenizers.__version__,
         "transformers": transformers.__version__,
     }
@@ -169,14 +168,16 @@ def _make(
     writer, first, noted = CorpusWriter(folder), None, time.perf_counter()
     chunks = _chunks(_counted(iter_conversations(paths, read, limit=limit), info, rows, generators))
     chunks, workers = _share(chunks, data)
-    for done in spread(partial(tokenize_chunk, tokenizer=tokenizer, options=options), chunks, workers):
-        _check_range(done.examples, info, what)
-        writer.add(done.examples, done.sources)
-        after.add(done.kept)
-        first = first or done.error
-        if time.perf_counter() - noted > SECONDS_PER_NOTE:
-            noted = time.perf_counter()
-            print(f"{what}: {writer.documents:,} documents tokenised so far, in {workers} processes", flush=True)
+    tokenised = spread(partial(tokenize_chunk, tokenizer=tokenizer, options=options), chunks, workers)
+    with closing(tokenised):  # whatever happens, no process is left
+        for done in tokenised:
+            _check_range(done.examples, info, what)
+            writer.add(done.examples, done.sources)
+            after.add(done.kept)
+            first = first or done.error
+            if time.perf_counter() - noted > SECONDS_PER_NOTE:
+                noted = time.perf_counter()
+                print(f"{what}: {writer.documents:,} documents tokenised so far, in {workers} processes", flush=True)
     if first is not None and not writer.documents:
         raise first
     read.add(after)
@@ -208,17 +209,15 @@ def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _share(chunks: Iterator[list[Any]], data: DataConfig) -> tuple[Iterator[list[Any]], int]:
-    """(the same chunks, number of processes). Reads ahead until it knows that there is work for all."""
+    """(the same chunks, number of processes). Reads ahead until it knows whether there is work for several."""
     if data.workers is not None:
         return chunks, data.workers
     most = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     if data.cache_dir is None:  # then every rank of this machine tokenises for itself
         most = max(1, most // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    ahead: list[list[Any]] = []
-    while most > 1 and len(ahead) * CHUNK_ROWS < most * ROWS_PER_WORKER and (chunk := next(chunks, None)):
-        ahead.append(chunk)
-    rows = sum(len(chunk) for chunk in ahead)
-    return itertools.chain(ahead, chunks), max(1, min(most, rows // ROWS_PER_WORKER))
+    ahead = list(itertools.islice(chunks, ROWS_FOR_WORKERS // CHUNK_ROWS)) if most > 1 else []
+    enough = len(ahead) == ROWS_FOR_WORKERS // CHUNK_ROWS
+    return itertools.chain(ahead, chunks), most if enough else 1
 
 
 def _check_range(examples: list[TokenizedExample], info: TargetInfo, what: str) -> None:

@@ -63,17 +63,13 @@ class _Pool:
     def _ask(self, item: Any) -> Any:
         """The result of this thread's process, which is started on the first call."""
         if not hasattr(self.mine, "process"):
-            path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            self.mine.process = subprocess.Popen(
-                [sys.executable, "-m", "dflash_train.data.workers"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-            )
+            self.mine.process, self.mine.begun = self._start(), False
             self.processes.append(self.mine.process)
-            _send(self.mine.process.stdin, self.function)
         process = self.mine.process
         try:
+            if not self.mine.begun:
+                _send(process.stdin, self.function)
+                self.mine.begun = True
             _send(process.stdin, pickle.dumps(item))
             good, result = _receive(process.stdout)
         except (EOFError, OSError) as error:
@@ -84,6 +80,15 @@ class _Pool:
         if not good:
             raise RuntimeError(f"in a tokenising process:\n{result}")
         return result
+
+    def _start(self) -> subprocess.Popen:
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        return subprocess.Popen(
+            [sys.executable, "-m", "dflash_train.data.workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+        )
 
 
 def _send(stream: IO[bytes], data: bytes) -> None:

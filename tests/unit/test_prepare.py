@@ -179,7 +179,7 @@ def test_each_length_and_template_gets_its_own_data(recipe, tmp_path):
 
 def test_a_change_of_code_is_a_change_of_key(recipe, monkeypatch, tmp_path, capsys):
     read(recipe())
-    monkeypatch.setattr(preparing, "CODE", (*preparing.CODE, "blocks.py"))
+    monkeypatch.setattr(preparing, "CODE_HASH", "0" * 16)
     read(recipe())
     first, second = keys(capsys.readouterr().out)
     assert first != second
