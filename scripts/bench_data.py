@@ -22,7 +22,7 @@ from dflash_train import assets
 from dflash_train.config.schema import DataConfig
 from dflash_train.config.sources import Source
 from dflash_train.data.chat import load_tokenizer
-from dflash_train.data.corpus import Corpus
+from dflash_train.data.corpus import Corpus, CorpusWriter
 from dflash_train.data.prepare import prepare
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.target.info import read_target_info
@@ -53,6 +53,14 @@ def write_conversations(path: Path, count: int, tokenizer: Any, seed: int = 0) -
                 )
             ]
             file.write(json.dumps({"id": f"c{i}", "messages": messages}) + "\n")
+
+
+def write_again(corpus: Corpus, folder: Path) -> None:
+    folder.mkdir()
+    writer = CorpusWriter(folder)
+    for at in range(0, len(corpus), 1000):
+        writer.add(corpus[at : at + 1000], corpus.source_of[at : at + 1000].tolist())
+    writer.finish_with(corpus.kept, **{name: corpus.header[name] for name in ("paths", "rows", "generators")})
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -95,6 +103,8 @@ def main() -> int:
         cpu.append(cpu_seconds())
         size = sum(p.stat().st_size for p in Path(folder, "cache").glob("*/*.bin")) / 2**20
         _, again = timed(lambda: made(args.workers))
+        _, written = timed(lambda: write_again(corpus, Path(folder) / "again"))
+        _, opened = timed(lambda: Corpus(Path(folder) / "again", sources))
         config = StreamConfig(
             row_length=args.row_length,
             num_anchors=512,
@@ -116,6 +126,8 @@ def main() -> int:
             f"rows_per_second_{args.workers}_workers": round(args.documents / together),
             f"cpu_ms_per_row_{args.workers}_workers": round(1000 * (cpu[2] - cpu[1]) / args.documents, 3),
             "cache_mib": round(size, 1),
+            "cache_write_seconds": round(written, 2),
+            "cache_open_seconds": round(opened, 2),
             "found_again_seconds": round(again, 2),
             "packing_seconds": round(stream.packing_seconds, 2),
             "stream_seconds": round(seconds, 2),
