@@ -16,11 +16,13 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+from dflash_train.assets import resolve
 from dflash_train.config.load import load_recipe, parse, parser, require, run_command
 from dflash_train.config.schema import Recipe
 from dflash_train.data.certificate import CERTIFICATE, differences, read_certificate, write_certificate
 from dflash_train.data.inspection import Inspection, chosen, look, write_report
 from dflash_train.data.inspection_page import inspection_page
+from dflash_train.target.info import read_target_info
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -71,6 +73,17 @@ def _object(text: str) -> dict:
     return value
 
 
+def vocabulary(recipe: Recipe) -> int | None:
+    """How many tokens the target knows; None where only its tokenizer is there."""
+    try:
+        info = read_target_info(
+            resolve(recipe.target.path, "target"), recipe.target.revision, recipe.target.trust_remote_code
+        )
+    except ValueError:
+        return None
+    return info.vocab_size
+
+
 def save_certificate(found: Inspection, named: str | None) -> str:
     """Write it where it was asked for, or beside the run to come; never over that of a run. Returns a line about it."""
     assert found.certificate is not None
@@ -94,7 +107,8 @@ def save_certificate(found: Inspection, named: str | None) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments(argv)
-    found = look(recipe_of(args))
+    recipe = recipe_of(args)
+    found = look(recipe, vocabulary(recipe))
     shown = chosen(found, args.samples, args.ids.split(",") if args.ids else None)
     color = not args.no_color and "NO_COLOR" not in os.environ and sys.stdout.isatty()
     write_report(found, shown, color=color, out=sys.stdout)

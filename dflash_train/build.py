@@ -14,18 +14,13 @@ from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read
 from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
 from dflash_train.data.certificate import Certificate, certify, check_certificate
-from dflash_train.data.chat import (
-    check_supervised,
-    load_tokenizer,
-    mask_strategy,
-    prompt_ids,
-    read_stop_ids,
-    template_hash,
-    tokenize_all,
-)
+from dflash_train.data.chat import load_tokenizer, mask_strategy, prompt_ids, serving_template, template_hash
+from dflash_train.data.corpus import Corpus
+from dflash_train.data.inspection import sources_table
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token
-from dflash_train.data.provenance import compare_provenance, count_origins, expected_of
-from dflash_train.data.read import Kept, read_conversations
+from dflash_train.data.prepare import check_token_ids, examine, located_sources, prepare
+from dflash_train.data.provenance import expected_of
+from dflash_train.data.read import Kept, iter_conversations, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.data.template import TEMPLATE_ERRORS
 from dflash_train.drafter.model import Drafter, initialise
@@ -35,7 +30,7 @@ from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
-from dflash_train.types import Conversation, Prompt, TargetInfo, TokenizedExample
+from dflash_train.types import Prompt, TargetInfo, TokenizedExample
 
 
 @dataclass(kw_only=True)
@@ -79,54 +74,19 @@ def outline(recipe: Recipe) -> Outline:
     return Outline(recipe=recipe, target_path=path, info=info, tokenizer=tokenizer, spec=spec, gamma=gamma)
 
 
-def read_examples(o: Outline, paths: list[str], *, what: str, limit: int | None = None) -> list[TokenizedExample]:
-    """Rows of data files as token ids with masks; prints what was kept and dropped, refuses too large a loss."""
-    return read_data(o, paths, what=what, limit=limit)[0]
-
-
-def read_data(
-    o: Outline, paths: list[str], *, what: str, limit: int | None = None
-) -> tuple[list[TokenizedExample], Kept]:
-    """`read_examples`, with what became of the rows."""
-    data = o.recipe.data
-    conversations, kept = read_conversations([assets.resolve(p, what) for p in paths], limit=limit)
-    check_token_ids(conversations, o.info)
-    expected = expected_of(o.recipe, o.target_path, o.tokenizer)
-    for note in compare_provenance(count_origins(conversations), expected, what=what):
+def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | None = None) -> Corpus:
+    """Documents of the recipe's sources; prints what was kept and dropped, refuses too large a loss."""
+    data, target = o.recipe.data, o.recipe.target
+    template = serving_template(o.tokenizer, o.target_path, target.revision)
+    sources = located_sources(entries, what)
+    corpus = prepare(sources, template, data, what=what, vocab_size=o.info.vocab_size, limit=limit)
+    notes, problems = examine(corpus, data, expected_of(o.recipe, o.target_path, o.tokenizer), what)
+    for note in notes:
         say(note)
-    examples = tokenize_all(
-        conversations,
-        o.tokenizer,
-        chat_template_kwargs=data.chat_template_kwargs,
-        reasoning_rows=data.reasoning_rows,
-        max_length=data.max_length,
-        drop_truncated=data.drop_truncated,
-        kept=kept,
-        stop_ids=read_stop_ids(o.target_path, o.recipe.target.revision, o.tokenizer),
-    )
-    say(f"{what}: {kept.table()}\n  masks: {mask_strategy(o.tokenizer, kept)}")
-    kept.check(data.max_dropped)
-    check_supervised(examples, what)
-    for e in examples:
-        if e.token_ids.max() >= o.info.vocab_size:
-            raise ValueError(
-                f"{what} row {e.id}: the tokenizer of {o.target_path} gives token id {e.token_ids.max()}, but its embedding has only "
-                f"{o.info.vocab_size} rows; use the tokenizer that belongs to the target"
-            )
-    return examples, kept
-
-
-def check_token_ids(conversations: list[Conversation], info: TargetInfo) -> None:
-    """Raise ValueError for a row whose token ids the target does not have: another tokenizer made them."""
-    for c in conversations:
-        turns = c.metadata.get("turn_ids", [])
-        given = [c.prompt_ids, c.response_ids, *(turn[key] for turn in turns for key in ("prompt_ids", "response_ids"))]
-        highest = max((max(ids) for ids in given if ids), default=0)
-        if highest >= info.vocab_size:
-            raise ValueError(
-                f"{c.source}: token id {highest} is outside the vocabulary of {info.path}, [0, {info.vocab_size}): "
-                "the row was made with another tokenizer; regenerate it with this target"
-            )
+    say(f"{what}: {corpus.kept.table()}\n  masks: {mask_strategy(o.tokenizer, corpus.kept)}")
+    if problems:
+        raise ValueError(problems[0])
+    return corpus
 
 
 def heldout_prompts(o: Outline) -> list[Prompt]:
@@ -134,7 +94,8 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
     conversations, kept = read_conversations(
         [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
     )
-    check_token_ids(conversations, o.info)
+    for c in conversations:
+        check_token_ids(c, o.info.vocab_size, o.target_path)
     prompts: list[Prompt] = []
     taken: dict[str, int] = {}
     for c in conversations:
@@ -161,13 +122,8 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
 
 def build_stream(o: Outline) -> RowStream:
     """The training rows. Raises ValueError for unusable data and for a mask token that occurs in it."""
-    return build_rows(o)[0]
-
-
-def build_rows(o: Outline) -> tuple[RowStream, Kept]:
-    """`build_stream`, with what became of the rows of the data files."""
     require(o.recipe, "data.train")
-    examples, kept = read_data(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
+    examples = read_examples(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
     spec, train = o.spec, o.recipe.train
     token = (
         o.tokenizer.convert_ids_to_tokens(spec.mask_token_id) if spec.mask_token_id < len(o.tokenizer) else "no token"
@@ -185,20 +141,14 @@ def build_rows(o: Outline) -> tuple[RowStream, Kept]:
             pack=o.recipe.data.pack,
         ),
     )
-    return stream, kept
+    say(f"{sources_table(examples)}\n{stream.packing_line()}")
+    return stream
 
 
-def certify_rows(o: Outline, stream: RowStream, kept: Kept) -> Certificate:
+def certify_rows(o: Outline, stream: RowStream) -> Certificate:
     """The certificate of the training rows. Raises ValueError if they are not those of `data.certificate`."""
     data = o.recipe.data
-    certificate = certify(
-        data,
-        o.tokenizer,
-        kept=kept,
-        examples=stream.examples,
-        fingerprint=stream.fingerprint,
-        mask_token_id=o.spec.mask_token_id,
-    )
+    certificate = certify(data, o.tokenizer, stream.examples, o.spec.mask_token_id)
     if data.certificate is not None:
         check_certificate(data.certificate, certificate)
     return certificate
@@ -237,7 +187,9 @@ def describe(o: Outline) -> str:
 def data_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
     """What, besides the drafter, must stay the same for a resume to give the same numbers."""
     train = o.recipe.train
-    return {
+    weights = [source.weight for source in stream.examples.sources]
+    mixed = {"weights": weights} if set(weights) != {1.0} else {}
+    return mixed | {
         "target": o.info.path,
         "target_revision": o.info.revision,
         "template_hash": template_hash(o.tokenizer, o.recipe.data.chat_template_kwargs),
@@ -279,10 +231,9 @@ class OpenedRun:
 
 def heldout_examples(o: Outline) -> list[TokenizedExample]:
     """Held-out rows that carry an answer, at most evaluate.max_prompts per domain; none where the file has prompts only."""
-    conversations, _ = read_conversations(
-        [assets.resolve(p, "heldout") for p in o.recipe.data.heldout], need_answer=False
-    )
-    if not any(c.response_ids or (c.messages and c.messages[-1]["role"] == "assistant") for c in conversations):
+    paths = [assets.resolve(p, "heldout") for p in o.recipe.data.heldout]
+    found = (c for _, c in iter_conversations(paths, Kept(), need_answer=False))
+    if not any(c.response_ids or (c.messages and c.messages[-1]["role"] == "assistant") for c in found):
         return []
     examples = read_examples(o, o.recipe.data.heldout, what="heldout")
     most = o.recipe.evaluate.max_prompts

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from dflash_train import __version__, ranks
 from dflash_train.build import (
     Outline,
-    build_rows,
     build_step,
+    build_stream,
     certify_rows,
     data_identity,
     describe,
@@ -121,19 +121,20 @@ def start(recipe: Recipe) -> Run:
         read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
-    stream, kept = build_rows(o)
+    stream = build_stream(o)
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
-    certificate = certify_rows(o, stream, kept) if ranks.is_rank0() else None
+    certificate = certify_rows(o, stream) if ranks.is_rank0() else None
     heldout = heldout_examples(o) if recipe.data.heldout else []
-    total = recipe.train.max_steps or math.ceil(recipe.train.num_epochs * stream.steps_per_epoch)
-    padding = 1 - stream.tokens_per_epoch / (stream.rows_per_epoch * recipe.data.max_length)
+    total = recipe.train.max_steps or stream.steps_of(recipe.train.num_epochs)
+    if not total:
+        raise ValueError(
+            f"train.num_epochs = {recipe.train.num_epochs}: the weights of data.train leave no row in it; raise them or it"
+        )
     if certificate:
         say(certificate.line())
     say(describe(o))
-    say(
-        f"rows: {stream.rows_per_epoch} of {recipe.data.max_length} tokens per epoch, {padding:.1%} padding; "
-        f"{stream.steps_per_epoch} steps per epoch, {total} steps"
-    )
+    about = "" if stream.same_every_epoch else "about "
+    say(f"steps: {about}{stream.steps_per_epoch} per epoch, {total} in all")
 
     module = build_step(o, device)
     optimizer = build_optimizer(module.drafter, recipe.optimizer)
@@ -260,7 +261,7 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
     values |= {
         "train/lr": lr_at(done - 1, run.total_steps, run.recipe.optimizer),
         "train/grad_norm": float(grad_norm),
-        "train/epoch": done / run.stream.steps_per_epoch,
+        "train/epoch": run.stream.epoch_at(done),
         "perf/tokens_per_second": tokens / seconds,
         "perf/blocks_per_second": blocks / seconds,
         "perf/memory_gib": _memory_gib(run.device),

@@ -17,8 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_train.config.schema import ReasoningRows
-from dflash_train.data.chat import SpansNotFound, tokenize
+from dflash_train.data.answers import SpansNotFound
+from dflash_train.data.chat import tokenize
 from dflash_train.data.read import Kept
+from dflash_train.data.template import Template
 from dflash_train.types import Conversation, TokenizedExample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,10 +156,10 @@ def conversation(kind: str) -> Conversation:
     )
 
 
-def stop_tokens(name: str) -> list[int]:
-    """Ids of the tokens that end an answer of this model."""
+def serving(name: str) -> Template:
+    """The template with the tokens that end an answer of this model."""
     ids = tokenizer(name)
-    return [ids.eos_token_id, *ids.convert_tokens_to_ids(_of(name, STOPS) or [])]
+    return Template(ids, [ids.eos_token_id, *ids.convert_tokens_to_ids(_of(name, STOPS) or [])])
 
 
 def outcome(name: str, kind: str, reasoning_rows: ReasoningRows = ReasoningRows.per_turn) -> Outcome:
@@ -165,8 +167,7 @@ def outcome(name: str, kind: str, reasoning_rows: ReasoningRows = ReasoningRows.
     kept = Kept(kept=1)
     try:
         examples = tokenize(
-            conversation(kind), tokenizer(name), chat_template_kwargs={}, reasoning_rows=reasoning_rows, max_length=1 << 20, kept=kept,
-            stop_ids=stop_tokens(name),
+            conversation(kind), serving(name), chat_template_kwargs={}, reasoning_rows=reasoning_rows, max_length=1 << 20, kept=kept,
         )  # fmt: skip
     except SpansNotFound as error:
         return Outcome([], str(error).split(": ", 1)[1].split(". Use the template")[0], sorted(kept.notes))

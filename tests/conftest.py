@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-import toys
+# Tokenised data goes below the home folder by default: here, and in every process that tests start, another one.
+os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+os.environ["HOME"] = tempfile.mkdtemp(prefix="dflash_train-tests-")
+atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import toys  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import enum
 import math
 import os
@@ -29,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_train.config.schema import Recipe
 from dflash_train.config.validate import validate
+from dflash_train.config.values import nearest
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -52,12 +52,7 @@ def find_recipe(name: str) -> Path:
         if path.is_dir() and (path / "config.yaml").is_file():
             return (path / "config.yaml").resolve()
     known = sorted(p.name for p in shipped.glob("*.yaml"))
-    raise ValueError(f"-c {name}: no such file, and recipes/ has only {', '.join(known)}{_nearest(name, known)}")
-
-
-def _nearest(word: str, words: list[str]) -> str:
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"-c {name}: no such file, and recipes/ has only {', '.join(known)}{nearest(name, known)}")
 
 
 def knobs(cls: type = Recipe, prefix: str = "") -> list[tuple[str, dataclasses.Field, type]]:
@@ -102,10 +97,10 @@ def _check_keys(node: DictConfig, cls: type, where: str, prefix: str = "") -> No
     for key in node:
         name = f"{prefix}{key}"
         if str(key) not in hints:
-            near = _nearest(str(key), list(hints))
+            near = nearest(str(key), list(hints))
             if not near:
                 same_leaf = [n for n in everywhere if n.split(".")[-1] == str(key)]
-                near = f"; did you mean {same_leaf[0]!r}?" if same_leaf else _nearest(name, everywhere)
+                near = f"; did you mean {same_leaf[0]!r}?" if same_leaf else nearest(name, everywhere)
             section = f"section {prefix[:-1]!r}" if prefix else "the top level"
             raise ValueError(f"{where}: unknown key {name!r} in {section}{near or '; known: ' + ', '.join(hints)}")
         if dataclasses.is_dataclass(hints[str(key)]):
@@ -154,7 +149,7 @@ def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
             options = sorted(p.stem for p in (_shipped("configs") / key).glob("*.yaml"))
             if value not in options:
                 raise ValueError(
-                    f"command line: {key}={value}: configs/{key}/ has {', '.join(options)}{_nearest(value, options)}"
+                    f"command line: {key}={value}: configs/{key}/ has {', '.join(options)}{nearest(value, options)}"
                 )
             chosen.append(f"{key}={value}")
         else:

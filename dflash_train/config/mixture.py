@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_train.config.schema import RegenerateConfig
+from dflash_train.config.values import check_keys, finite
 
 KEYS = ("name", "weight", "temperature", "top_p", "top_k", "chat_template_kwargs", "extra_body")
 
@@ -48,13 +47,7 @@ def settings(config: RegenerateConfig) -> list[Setting]:
 def _entry(config: RegenerateConfig, entry: Any, where: str, name: str) -> Setting:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} = {entry!r}: must be a mapping such as {{weight: 1, temperature: 0.7}}")
-    for key in entry:
-        if key not in KEYS:
-            close = difflib.get_close_matches(str(key), KEYS, n=1)
-            raise ValueError(
-                f"{where}: unknown key {key!r}"
-                + (f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(KEYS)}")
-            )
+    check_keys(entry, KEYS, where)
     return _setting(config, entry, where, str(entry.get("name", name)))
 
 
@@ -64,14 +57,9 @@ def _setting(config: RegenerateConfig, entry: dict[str, Any], where: str, name: 
             raise ValueError(f"{where}.{key} = {value}: {rule}")
 
     def number(key: str, default: float) -> float:
-        value = entry.get(key, default)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-1 as a string
-            try:
-                value = float(value)
-            except ValueError:
-                pass
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        need(ok, key, value, "must be a finite number")
+        given = entry.get(key, default)
+        value = finite(given)
+        need(value is not None, key, given, "must be a finite number")
         return value
 
     def mapping(key: str, default: dict[str, Any]) -> dict[str, Any]:

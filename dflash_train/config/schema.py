@@ -178,8 +178,8 @@ class DataConfig:
 
     train: list[Any] = knob(
         [],
-        """JSONL (plain, .gz, .zst) or Parquet files, folders of them, or Hub data sets as owner/name:split, with `messages`, or with `prompt_ids`
-        and `response_ids`. Also {path, weight, domain}: passes over its rows per epoch (0.5: half of them, others each epoch; 2: twice), and a tag
+        """JSONL (plain, .gz, .zst) or Parquet files, folders of them or of datasets.save_to_disk, or Hub data sets as owner/name:split, with
+        `messages`, or with `prompt_ids` and `response_ids` (docs/data.md has the rest). Also {path, weight, domain}: passes over its rows per epoch (0.5: half of them, others each epoch; 2: twice), and a tag
         for its rows.""",
     )
     heldout: list[str] = knob(
@@ -189,17 +189,18 @@ class DataConfig:
     long_documents: LongDocuments = knob(
         LongDocuments.cut,
         """Conversations longer than max_length: cut there, or made into windows of that length that overlap by window_overlap, so that every
-        supervised token is supervised once.""",
+        supervised token is supervised once. Held-out rows are always cut.""",
     )
     window_overlap: int | None = knob(
         None, "Tokens that a window repeats from the one before it, as context only; null: a quarter of max_length."
     )
     workers: int | None = knob(
-        None, "Processes that tokenise; null: one for each 1,000 rows, at most one per CPU core and 16."
+        None,
+        "Processes that tokenise; 1: this one alone. Null: this one alone below 8,000 rows, else one per CPU core, at most 16.",
     )
     cache_dir: str | None = knob(
         "~/.cache/dflash_train",
-        "Folder of tokenised data, keyed by content, template, arguments, tokenizer, length and code; null: none is kept.",
+        "Folder of tokenised data, keyed by content, template, arguments, tokenizer, length and code; made once per machine, made again when damaged, safe to delete. Null: none is kept.",
     )
     pack: bool = knob(True, "Several whole conversations per row, without attention across them.")
     chat_template: str | None = knob(None, "Path of a Jinja chat template that replaces the tokenizer's own.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dflash_train.config.mixture import settings
-from dflash_train.config.schema import Backend, Precision, Recipe, RegenerateConfig
+from dflash_train.config.schema import Backend, DataConfig, LongDocuments, Precision, Recipe, RegenerateConfig
+from dflash_train.config.sources import read_sources
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -28,7 +29,7 @@ def validate(recipe: Recipe, where: str) -> None:
     ]:  # fmt: skip
         need(value >= 1, name, value, "must be at least 1")
     for name, value in [
-        ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit),
+        ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit), ("data.workers", recipe.data.workers),
         ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
         ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
     ]:  # fmt: skip
@@ -50,7 +51,7 @@ def validate(recipe: Recipe, where: str) -> None:
         p.max_grad_norm,
         "must not be negative; 0 switches clipping off",
     )
-    need(0 <= recipe.data.max_dropped <= 1, "data.max_dropped", recipe.data.max_dropped, "is a share in [0, 1]")
+    _validate_data(recipe.data, where, need)
 
     need(
         d.block_size >= 2,
@@ -162,3 +163,25 @@ def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool
             f"only the openai backend sends it; leave it out, or set regenerate.backend=openai (now {r.backend.value})"
         )
         need(body is None, "regenerate.extra_body", body, rule)
+
+
+def _validate_data(data: DataConfig, where: str, need: Callable[[bool, str, object, str], None]) -> None:
+    try:
+        read_sources(data.train)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    need(0 <= data.max_dropped <= 1, "data.max_dropped", data.max_dropped, "is a share in [0, 1]")
+    if data.window_overlap is None:
+        return
+    need(
+        data.long_documents is LongDocuments.window,
+        "data.window_overlap",
+        data.window_overlap,
+        f"has no effect with data.long_documents = {data.long_documents.value}; set data.long_documents=window, or leave it out",
+    )
+    need(
+        0 <= data.window_overlap <= data.max_length - 2,
+        "data.window_overlap",
+        data.window_overlap,
+        f"must be in [0, data.max_length - 2 = {data.max_length - 2}], so that each window has an anchor and a drafted token of its own",
+    )

@@ -19,9 +19,10 @@ def legal_anchors(supervised: np.ndarray) -> np.ndarray:
     return np.flatnonzero(supervised[:-1] & supervised[1:])
 
 
-def anchor_order(supervised: np.ndarray, seed: int, epoch: int, sample_id: str) -> np.ndarray:
-    """A permutation of the legal anchors: a pure function of (seed, epoch, sample)."""
-    key = hashlib.sha256(f"{seed}/{epoch}/{sample_id}".encode()).digest()[:16]
+def anchor_order(supervised: np.ndarray, seed: int, epoch: int, sample_id: str, repetition: int = 0) -> np.ndarray:
+    """A permutation of the legal anchors: a pure function of (seed, epoch, sample, repetition within the epoch)."""
+    again = f"\0{repetition}" if repetition else ""
+    key = hashlib.sha256(f"{seed}/{epoch}/{sample_id}{again}".encode()).digest()[:16]
     random = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     return random.permutation(legal_anchors(supervised))
 

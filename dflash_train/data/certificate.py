@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dflash_train.assets import resolve
 from dflash_train.config.schema import DataConfig
 from dflash_train.data.chat import mask_strategy
-from dflash_train.data.read import Kept
-from dflash_train.types import TokenizedExample
+from dflash_train.data.corpus import Corpus
+from dflash_train.data.files import file_hash, locate, names_within
+from dflash_train.data.prepare import located_sources
+from dflash_train.data.template import tokenizer_hash
 
 CERTIFICATE = "certificate.json"  # its name in a run's folder
 # What must be the same for the data to be the same. The rest is counted from it, or says who counted.
@@ -62,22 +62,9 @@ class Certificate:
         )
 
 
-def certify(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    kept: Kept,
-    examples: Iterable[TokenizedExample],
-    fingerprint: str,
-    mask_token_id: int | None,
-) -> Certificate:
-    """The certificate of `data.train`, read as `kept` and `examples` say. Reads the files once more, for their hashes."""
-    documents = tokens = supervised = occurrences = 0
-    for example in examples:
-        documents += 1
-        tokens += len(example.token_ids)
-        supervised += int(example.supervised.sum())
-        occurrences += int((example.token_ids == mask_token_id).sum()) if mask_token_id is not None else 0
+def certify(data: DataConfig, tokenizer: Any, corpus: Corpus, mask_token_id: int | None) -> Certificate:
+    """The certificate of `data.train`, which became `corpus`."""
+    kept, tokens, supervised = corpus.kept, int(corpus.lengths.sum()), int(corpus.supervised_counts.sum())
     certificate = Certificate(
         template=_short(tokenizer.chat_template),
         tokenizer=tokenizer_hash(tokenizer),
@@ -91,18 +78,18 @@ def certify(
             "drop_truncated": data.drop_truncated,
             "limit": data.limit,
         },
-        files=[record for source in data.train for record in file_hashes(source)],
-        fingerprint=fingerprint,
+        files=[record for entry in data.train for record in file_hashes(entry)],
+        fingerprint=corpus.fingerprint,
         rows=kept.total,
         kept=kept.kept,
         dropped=dict(kept.dropped),
         notes=dict(kept.notes),
-        documents=documents,
+        documents=len(corpus),
         tokens=tokens,
         supervised=supervised,
         ratio=round(supervised / max(1, tokens), 6),
         mask_token_id=mask_token_id,
-        mask_token_occurrences=None if mask_token_id is None else occurrences,
+        mask_token_occurrences=None if mask_token_id is None else corpus.occurrences(mask_token_id)[0],
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("dflash-train", "transformers", "tokenizers")},
@@ -117,31 +104,17 @@ def digest_of(certificate: Certificate) -> str:
     return _short({key: value for key, value in asdict(certificate).items() if key != "digest"})
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """16 hex digits over vocabulary, merges, normalisation and special tokens; not over how a caller last padded or cut."""
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content |= {"padding": None, "truncation": None, "special": sorted(map(str, tokenizer.all_special_tokens))}
-    return _short(content)
-
-
-def file_hashes(source: Any) -> list[dict[str, Any]]:
-    """{name, sha256} of the files of an entry of `data.train`; its other fields (weight, domain) stay beside them."""
-    extra = {key: value for key, value in source.items() if key != "path"} if isinstance(source, dict) else {}
-    path = Path(resolve(source["path"] if isinstance(source, dict) else source, "train"))
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+def file_hashes(entry: Any) -> list[dict[str, Any]]:
+    """{name, sha256} of the files that an entry of `data.train` is read from, with its weight and domain where it has them."""
+    (source,) = located_sources([entry], "train")
+    located = locate(source.path)
+    extra = {} if source.weight == 1 else {"weight": source.weight}
+    extra |= {} if source.domain is None else {"domain": source.domain}
+    # Of a path only what is inside the entry: the rest may be private, and the same file may lie elsewhere.
     return [
-        # Of a path only the name: it may be private, and the same file may lie elsewhere.
-        {"name": file.name, "sha256": file_hash(file), **extra}
-        if file.is_file()
-        else {"name": str(path), "sha256": None, **extra}
-        for file in files
-    ]
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of the bytes as they lie there."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        {"name": name or path.name, "sha256": file_hash(path), **extra}
+        for name, path in zip(names_within(located), located.files, strict=True)
+    ] or [{"name": located.entry, "sha256": None, **extra}]
 
 
 def write_certificate(certificate: Certificate, path: Path) -> None:

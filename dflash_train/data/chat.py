@@ -13,7 +13,7 @@ block, say) is never supervised.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from dflash_train.config.schema import ReasoningRows
-from dflash_train.data.answers import Chat, Document, SpansNotFound
+from dflash_train.data.answers import Chat, Document
+from dflash_train.data.corpus import lengths_of, supervised_of
 from dflash_train.data.read import Kept
 from dflash_train.data.template import Message, NotUsable, Template, render
 from dflash_train.data.template import template_hash as template_hash  # callers have it from here
+from dflash_train.data.windows import windows
 from dflash_train.types import Conversation, TokenizedExample
 
 
@@ -65,9 +67,15 @@ def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None and listed is None:
-            listed = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+            config = json.loads(Path(file).read_text(encoding="utf-8"))
+            listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})
+
+
+def serving_template(tokenizer: Any, path: str, revision: str | None) -> Template:
+    """The tokenizer's chat template with the tokens at which serving ends the target's answers."""
+    return Template(tokenizer, read_stop_ids(path, revision, tokenizer))
 
 
 def prompt_ids(
@@ -79,65 +87,26 @@ def prompt_ids(
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenize_all(
-    conversations: Iterable[Conversation],
-    tokenizer: Any,
-    *,
-    chat_template_kwargs: dict[str, Any],
-    reasoning_rows: ReasoningRows,
-    max_length: int,
-    drop_truncated: bool,
-    kept: Kept,
-    stop_ids: Iterable[int] = (),
-) -> list[TokenizedExample]:
-    """`tokenize` over a data set; stop_ids: what ends an answer in serving (`read_stop_ids`). Rows that give no example are moved to `kept.dropped`.
-
-    An odd row among good ones, in which the spans cannot be found, is one of them. Where no row at all gives an example because of
-    it, the template is at fault: raises the first row's SpansNotFound.
-    """
-    examples: list[TokenizedExample] = []
-    first: SpansNotFound | None = None
-    template = Template(tokenizer, stop_ids)
-    for conversation in conversations:
-        try:
-            examples += tokenize(
-                conversation,
-                tokenizer,
-                chat_template_kwargs=chat_template_kwargs,
-                reasoning_rows=reasoning_rows,
-                max_length=max_length,
-                drop_truncated=drop_truncated,
-                kept=kept,
-                template=template,
-            )
-        except SpansNotFound as error:
-            kept.reject("spans_not_found", conversation.source)
-            first = first or error
-    if first is not None and not examples:
-        raise first
-    return examples
-
-
 def tokenize(
     conversation: Conversation,
-    tokenizer: Any,
+    template: Template,
     *,
     chat_template_kwargs: dict[str, Any],
     reasoning_rows: ReasoningRows = ReasoningRows.per_turn,
     max_length: int,
     drop_truncated: bool = False,
+    window_overlap: int | None = None,
     kept: Kept | None = None,
-    stop_ids: Iterable[int] = (),
-    template: Template | None = None,
 ) -> list[TokenizedExample]:
     """The training examples of one conversation, none if it cannot be used.
 
     One example holds all assistant turns where the template is prefix-preserving. Elsewhere (a template that
     strips earlier reasoning) `per_turn` gives one example per assistant turn, `id/turn`, rendered as serving
     would; `whole` gives one example that supervises what is rendered. `prompt_ids` with `response_ids`, and
-    the per-turn ids that regeneration stores in `turn_ids`, are used as they are. `kept` counts: a row
-    without an example is rejected (`truncated`, `template_error`, `nothing_to_predict`, `no_prompt`); `cut_at_max_length`,
-    `earlier_reasoning_not_rendered` and the like are notes.
+    the per-turn ids that regeneration stores in `turn_ids`, are used as they are. Longer examples are cut at
+    `max_length`, or made into windows `id@0`, `id@1`, ... that overlap by `window_overlap` tokens if that is
+    given. `kept` counts: a row without an example is rejected (`truncated`, `template_error`, `no_prompt`,
+    `nothing_to_predict`); `cut_at_max_length`, `earlier_reasoning_not_rendered` and the like are notes.
 
     Raises SpansNotFound, naming template and row, where they cannot be found.
     """
@@ -152,7 +121,6 @@ def tokenize(
             documents = _from_turns(conversation)
         else:
             kwargs = {**chat_template_kwargs, **conversation.chat_template_kwargs}
-            template = Template(tokenizer, stop_ids) if template is None else template
             documents = Chat(conversation, template, kwargs, kept).documents(reasoning_rows)
     except NotUsable:
         kept.reject("template_error", conversation.source)
@@ -162,29 +130,27 @@ def tokenize(
         return []
     examples = []
     for document in documents:
-        ids, supervised, finish_reason = document.token_ids, document.supervised, document.finish_reason
-        if len(ids) > max_length:
-            ids, supervised, finish_reason = ids[:max_length], supervised[:max_length], "length"
-            kept.notes["cut_at_max_length"] += 1
-        if not np.any(supervised[:-1] & supervised[1:]):
-            kept.notes["example_with_nothing_to_predict"] += 1
-            continue
-        examples.append(
-            TokenizedExample(
-                id=document.id,
-                domain=conversation.domain,
-                token_ids=ids.astype(np.int32),
-                supervised=supervised,
-                finish_reason=finish_reason,
+        for part in _parts(document, max_length, window_overlap, kept):
+            if not np.any(part.supervised[:-1] & part.supervised[1:]):
+                whole = part.id == document.id
+                kept.notes["example_with_nothing_to_predict" if whole else "window_with_nothing_to_predict"] += 1
+                continue
+            examples.append(
+                TokenizedExample(
+                    id=part.id,
+                    domain=conversation.domain,
+                    token_ids=part.token_ids.astype(np.int32),
+                    supervised=part.supervised,
+                    finish_reason=part.finish_reason,
+                )
             )
-        )
     if not examples:
         kept.reject("nothing_to_predict", conversation.source)
     return examples
 
 
 def mask_strategy(tokenizer: Any, kept: Kept) -> str:
-    """How the masks of a data set were made, in words; `kept` is what `tokenize_all` counted in."""
+    """How the masks of a data set were made, in words; `kept` is what `tokenize` counted in."""
     agree, differ = kept.notes["generation_tag_agrees"], kept.notes["generation_tag_disagrees"]
     fallback = kept.notes["spans_from_generation_tag"]
     said = "prefix rendering, recorded ids as they are"
@@ -197,15 +163,32 @@ def mask_strategy(tokenizer: Any, kept: Kept) -> str:
     return said + (f"; generation tag in {fallback} rows where it found nothing" if fallback else "")
 
 
-def check_supervised(examples: list[TokenizedExample], what: str) -> None:
+def check_supervised(examples: Sequence[TokenizedExample], what: str) -> None:
     """Raise ValueError when no token, or every token, of a data set is supervised: such a run would learn nothing, or to draft prompts."""
-    tokens = sum(len(example.token_ids) for example in examples)
-    supervised = sum(int(example.supervised.sum()) for example in examples)
-    if examples and supervised in (0, tokens):
+    tokens, supervised = int(lengths_of(examples).sum()), int(supervised_of(examples).sum())
+    if tokens and supervised in (0, tokens):
         raise ValueError(
             f"{what}: supervised ratio is {supervised / tokens:.0f}: {supervised} of {tokens} tokens in {len(examples)} examples; "
             "prompts and answers are not told apart; check the rows' roles or prompt_ids, and data.chat_template"
         )
+
+
+def _parts(document: Document, max_length: int, window_overlap: int | None, kept: Kept) -> list[Document]:
+    """The document, or what becomes of one that is longer than max_length."""
+    ids, supervised = document.token_ids, document.supervised
+    if len(ids) <= max_length:
+        return [document]
+    if window_overlap is None:
+        kept.notes["cut_at_max_length"] += 1
+        return [Document(document.id, ids[:max_length], supervised[:max_length], "length")]
+    kept.notes["made_into_windows"] += 1
+    parts = []
+    for number, (begin, own, end) in enumerate(windows(len(ids), max_length, window_overlap)):
+        mask = supervised[begin:end].copy()
+        mask[: own - begin] = False
+        reason = document.finish_reason if end == len(ids) else "length"
+        parts.append(Document(f"{document.id}@{number}", ids[begin:end], mask, reason))
+    return parts
 
 
 def _from_ids(conversation: Conversation) -> Document:

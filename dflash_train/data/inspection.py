@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from dflash_train.assets import public_name, resolve
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import nearest
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import Certificate, certify
-from dflash_train.data.chat import (
-    check_supervised,
-    load_tokenizer,
-    mask_strategy,
-    read_stop_ids,
-    template_hash,
-    tokenize_all,
-)
-from dflash_train.data.provenance import compare_provenance, count_origins, expected_of, read_origins, settings_table
-from dflash_train.data.read import Kept, read_conversations
+from dflash_train.data.chat import load_tokenizer, mask_strategy, serving_template, template_hash
+from dflash_train.data.corpus import Corpus, weights_of
+from dflash_train.data.prepare import examine, located_sources, prepare
+from dflash_train.data.provenance import expected_of, read_origins, settings_table
+from dflash_train.data.read import Kept
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.types import TokenizedExample
 
@@ -62,34 +57,30 @@ class Inspection:
 
     recipe: Recipe
     tokenizer: Any
-    kept: Kept
-    origins: Counter[str]
+    corpus: Corpus
     stream: RowStream | None = None
     certificate: Certificate | None = None
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
-    def examples(self) -> list[TokenizedExample]:
-        return self.stream.examples if self.stream else []
+    def kept(self) -> Kept:
+        return self.corpus.kept
 
     @property
     def template(self) -> str:
         return template_hash(self.tokenizer, dict(self.recipe.data.chat_template_kwargs))
 
     def domains(self) -> dict[str, Share]:
-        shares: dict[str, Share] = {}
-        for example in self.examples:
-            share = shares.setdefault(example.domain, Share())
-            share.documents += 1
-            share.tokens += len(example.token_ids)
-            share.supervised += int(example.supervised.sum())
-        return shares
+        names, which = self.corpus.domains()
+        columns = (None, self.corpus.lengths, self.corpus.supervised_counts)
+        counts = [np.bincount(which, column, len(names)).astype(int).tolist() for column in columns]
+        return {name: Share(*numbers) for name, *numbers in zip(names, *counts, strict=True) if numbers[0]}
 
     def generators(self) -> dict[str, int]:
         """Rows by the public name of the model that wrote them."""
         names: Counter[str] = Counter()
-        for origin, rows in read_origins(self.origins):
+        for origin, rows in read_origins(self.corpus.origins):
             names[public_name(origin.generator["model"]) if origin.generator else "not recorded"] += rows
         return dict(names)
 
@@ -102,7 +93,7 @@ class Inspection:
             "kept": self.kept.kept,
             "dropped": dict(self.kept.dropped),
             "notes": dict(self.kept.notes),
-            "examples": len(self.examples),
+            "examples": len(self.corpus),
             "tokens": tokens,
             "supervised": supervised,
             "ratio": supervised / max(1, tokens),
@@ -119,51 +110,25 @@ class Inspection:
             raise ValueError(self.problems[0])
 
 
-def look(recipe: Recipe) -> Inspection:
+def look(recipe: Recipe, vocab_size: int | None = None) -> Inspection:
     """Read and tokenise `data.train` as training would. What training would refuse is kept in `problems`, so that it can be shown;
-    raises ValueError only where nothing can be: no usable tokenizer or file, or a template that fits no row.
+    raises ValueError only where nothing can be: no usable tokenizer or file, or token ids outside the target's vocabulary (if given).
     """
     data = recipe.data
     target = resolve(recipe.target.path, "target")
     tokenizer = load_tokenizer(target, recipe.target.revision, recipe.target.trust_remote_code, data.chat_template)
-    conversations, kept = read_conversations([resolve(path, "train") for path in data.train], limit=data.limit)
-    found = Inspection(recipe=recipe, tokenizer=tokenizer, kept=kept, origins=count_origins(conversations))
-    examples = tokenize_all(
-        conversations,
-        tokenizer,
-        chat_template_kwargs=data.chat_template_kwargs,
-        reasoning_rows=data.reasoning_rows,
-        max_length=data.max_length,
-        drop_truncated=data.drop_truncated,
-        kept=kept,
-        stop_ids=read_stop_ids(target, recipe.target.revision, tokenizer),
-    )
-    try:
-        kept.check(data.max_dropped)
-    except ValueError as error:
-        found.problems.append(str(error))
-    try:
-        found.notes += compare_provenance(found.origins, expected_of(recipe, target, tokenizer), what="train")
-    except ValueError as error:
-        found.problems.append(str(error))
-    if examples:
-        found.stream = _stream(recipe, examples)
-        found.certificate = certify(
-            data,
-            tokenizer,
-            kept=kept,
-            examples=examples,
-            fingerprint=found.stream.fingerprint,
-            mask_token_id=recipe.drafter.mask_token_id,
-        )
-        try:
-            check_supervised(examples, "train")
-        except ValueError as error:
-            found.problems.append(str(error))
+    template = serving_template(tokenizer, target, recipe.target.revision)
+    sources = located_sources(data.train, "train")
+    corpus = prepare(sources, template, data, what="train", vocab_size=vocab_size, limit=data.limit)
+    found = Inspection(recipe=recipe, tokenizer=tokenizer, corpus=corpus)
+    found.notes, found.problems = examine(corpus, data, expected_of(recipe, target, tokenizer), "train")
+    if corpus:
+        found.stream = _stream(recipe, corpus)
+        found.certificate = certify(data, tokenizer, corpus, recipe.drafter.mask_token_id)
     return found
 
 
-def _stream(recipe: Recipe, examples: list[TokenizedExample]) -> RowStream:
+def _stream(recipe: Recipe, examples: Corpus) -> RowStream:
     train, block_size = recipe.train, recipe.drafter.block_size
     config = StreamConfig(
         row_length=recipe.data.max_length,
@@ -207,6 +172,7 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
             print(
                 f"  {domain:<20} {share.documents:>7} examples {share.tokens:>9} tokens {share.ratio:>6.1%}", file=out
             )
+        print(sources_table(found.corpus), file=out)
         rows = packing(stream)
         print(
             f"packed: {rows.rows} rows of {data.max_length} tokens, {rows.padding:.1%} padding; "
@@ -214,7 +180,7 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
             file=out,
         )
     print(f"answers by {found.generators()}", file=out)
-    print(settings_table(found.origins, data.chat_template_kwargs), file=out)
+    print(settings_table(found.corpus.origins, data.chat_template_kwargs), file=out)
     for note in found.notes:
         if note.startswith("WARNING"):
             print(note, file=out)
@@ -236,24 +202,67 @@ def chosen(found: Inspection, samples: int, ids: list[str] | None = None) -> lis
     Raises ValueError for an id that no example has.
     """
     if ids:
-        return [example for name in ids for example in _named(found, name)]
-    seen: Counter[str] = Counter()
+        return [example for name in ids for example in _named(found.corpus, name)]
+    which = found.corpus.domains()[1].tolist()
+    seen: Counter[int] = Counter()
     ranked = []
-    for number, example in enumerate(found.examples):
-        ranked.append((seen[example.domain], number))
-        seen[example.domain] += 1
-    return [found.examples[number] for _, number in sorted(sorted(ranked)[:samples], key=lambda pair: pair[1])]
+    for number, domain in enumerate(which):
+        ranked.append((seen[domain], number))
+        seen[domain] += 1
+    return [found.corpus[number] for number in sorted(number for _, number in sorted(ranked)[:samples])]
 
 
-def _named(found: Inspection, name: str) -> list[TokenizedExample]:
-    """One example, or several where the row gave one for each turn (`name/0`, `name/1`)."""
-    examples = [e for e in found.examples if e.id == name or e.id.startswith(f"{name}/")]
-    if not examples:
-        known = [e.id for e in found.examples]
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known[:3])} ..." if known else ""
+def _named(corpus: Corpus, name: str) -> list[TokenizedExample]:
+    """One example, or several where the row gave one for each turn (`name/0`) or window (`name@0`)."""
+    known = [corpus.name(i) for i in range(len(corpus))]
+    found = [corpus[i] for i, own in enumerate(known) if own == name or own.startswith((f"{name}/", f"{name}@"))]
+    if not found:
+        hint = nearest(name, known) or (f"; there are {', '.join(known[:3])} ..." if known else "")
         raise ValueError(f"--ids {name}: no example has this id{hint} A dropped row has none: see the table of reasons")
-    return examples
+    return found
+
+
+class SourceShare(NamedTuple):
+    """What an entry of data.train brings; share: of an epoch's tokens."""
+
+    name: str
+    rows: int
+    documents: int
+    tokens: int
+    supervised: int
+    weight: float
+    share: float
+
+
+def shares_of_sources(corpus: Corpus) -> list[SourceShare]:
+    """One for each source, in order."""
+    count = len(corpus.sources)
+    documents, tokens, supervised, epoch = (
+        np.bincount(corpus.source_of, column, count)
+        for column in (None, corpus.lengths, corpus.supervised_counts, corpus.lengths * weights_of(corpus))
+    )
+    return [
+        SourceShare(
+            name=source.path + (f" ({source.domain})" if source.domain else ""),
+            rows=corpus.header["rows"][i],
+            documents=int(documents[i]),
+            tokens=int(tokens[i]),
+            supervised=int(supervised[i]),
+            weight=source.weight,
+            share=float(epoch[i] / epoch.sum()),
+        )
+        for i, source in enumerate(corpus.sources)
+    ]
+
+
+def sources_table(corpus: Corpus) -> str:
+    """What each source brings and its share of an epoch's tokens."""
+    lines = ["sources:      rows  documents      tokens  supervised  weight  share of an epoch"]
+    lines += [
+        f"        {s.rows:>10} {s.documents:>10} {s.tokens:>11} {s.supervised / max(s.tokens, 1):>11.1%} {s.weight:>7g} {s.share:>6.1%}  {s.name}"
+        for s in shares_of_sources(corpus)
+    ]
+    return "\n".join(lines)
 
 
 def packing(stream: RowStream) -> Packing:
@@ -262,13 +271,14 @@ def packing(stream: RowStream) -> Packing:
     rows = [row for step in range(stream.steps_per_epoch) for row in stream.rows_of_step(step)[1]]
     return Packing(
         rows=stream.rows_per_epoch,
-        padding=1 - stream.tokens_per_epoch / (stream.rows_per_epoch * stream.config.row_length),
-        anchors=int(anchors.sum()),
-        blocks=sum(min(stream.config.num_anchors, int(anchors[row].sum())) for row in rows),
+        padding=stream.padding,
+        anchors=int(anchors @ stream.passes(0)),
+        # A document that is in an epoch several times has several numbers.
+        blocks=sum(min(stream.config.num_anchors, int(anchors[np.array(row) % len(anchors)].sum())) for row in rows),
     )
 
 
-def position_shares(examples: list[TokenizedExample], bins: int) -> tuple[np.ndarray, np.ndarray]:
+def position_shares(examples: Sequence[TokenizedExample], bins: int) -> tuple[np.ndarray, np.ndarray]:
     """(edges (n + 1,), supervised share of the tokens between them (n,)), by position in the document; n is at most `bins`."""
     longest = max(len(example.token_ids) for example in examples)
     present, supervised = np.zeros(longest), np.zeros(longest)

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_train.assets import ASSETS, public_name
+from dflash_train.config.sources import Source
 from dflash_train.data.blocks import anchor_order, build_blocks, legal_anchors
-from dflash_train.data.inspection import Inspection, Piece, pieces, position_shares
+from dflash_train.data.inspection import Inspection, Piece, pieces, position_shares, shares_of_sources
 from dflash_train.data.provenance import (
     Origin,
     expected_of,
@@ -33,7 +33,7 @@ THINKING_WORDS = {"on": "on", "off": "off", "-": "left to the template"}
 
 def inspection_page(found: Inspection, shown: Sequence[TokenizedExample]) -> str:
     """The page, with the examples of `shown` drawn token by token."""
-    names = [_source_name(source) for source in found.recipe.data.train]
+    names = [_source_name(source) for source in found.corpus.sources]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     title = f"What training sees of {', '.join(names[:3])}{more}"
     parts = [
@@ -42,6 +42,7 @@ def inspection_page(found: Inspection, shown: Sequence[TokenizedExample]) -> str
         *(f'<div class="alert" role="alert"><pre>{escape(text)}</pre></div>' for text in found.problems),
         *(f'<div class="note"><pre>{escape(text)}</pre></div>' for text in found.notes if text.startswith("WARNING")),
         _tiles(found),
+        _sources(found),
         _rows(found),
         _samples(found, shown),
         _shapes(found),
@@ -73,9 +74,8 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def _source_name(source: Any) -> str:
-    path = source["path"] if isinstance(source, dict) else source
-    return Path(path).name if Path(path).exists() else str(path)
+def _source_name(source: Source) -> str:
+    return Path(source.path).name if Path(source.path).exists() else source.path
 
 
 # --- figures ---
@@ -102,6 +102,27 @@ def _tiles(found: Inspection) -> str:
     return f'<section class="tiles">{"".join(cells)}</section>\n'
 
 
+def _sources(found: Inspection) -> str:
+    """What each entry of data.train brings."""
+    if not found.stream:
+        return ""
+    rows = [
+        (
+            escape(_source_name(source)),
+            escape(source.domain or "the rows' own"),
+            f"{share.rows:,}",
+            f"{share.documents:,}",
+            f"{share.tokens:,}",
+            f"{share.supervised / max(share.tokens, 1):.1%}",
+            f"{source.weight:g}",
+            f"{share.share:.1%}",
+        )
+        for source, share in zip(found.corpus.sources, shares_of_sources(found.corpus), strict=True)
+    ]
+    head = ("source", "domain", "rows", "documents", "tokens", "supervised", "passes per epoch", "share of its tokens")
+    return f"<section><h2>Sources</h2>\n{_table(head, rows, numbers=set(range(2, 8)), long=0)}</section>\n"
+
+
 def _rows(found: Inspection) -> str:
     """Dropped rows with their first places, and notes on kept ones."""
     kept = found.kept
@@ -125,7 +146,7 @@ def _shapes(found: Inspection) -> str:
         return ""
     lengths = found.stream.lengths
     counts, edges = np.histogram(lengths, bins=min(30, int(lengths.max())), range=(0, int(lengths.max())))
-    spots, shares = position_shares(found.examples, bins=40)
+    spots, shares = position_shares(found.corpus, bins=40)
     first = _chart(
         "Documents by length in tokens",
         counts,
@@ -237,7 +258,7 @@ def _provenance(found: Inspection) -> str:
         return (f"{rows:,}", *map(escape, cells), "recorded ids" if origin.exact else "rendered again")
 
     head = ("rows", "written by", "template", "thinking", "arguments", "sampling", "tokens")
-    origins = list(read_origins(found.origins))
+    origins = list(read_origins(found.corpus.origins))
     more = f"<p>and {len(origins) - LISTED} more</p>\n" if len(origins) > LISTED else ""
     table = _table(head, (row(*pair) for pair in origins[:LISTED]), numbers={0})
     return f"<section><h2>Who wrote the answers</h2>\n{table}{more}</section>\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from dflash_train.data.corpus import occurrences
 from dflash_train.types import TargetInfo, TokenizedExample
 
 _SPARE_NAMES = ("mask", "reserved", "spare", "unused", "extra")
@@ -67,13 +69,11 @@ def check_mask_token(mask_token_id: int | None, tokenizer: Any, target: TargetIn
     return None
 
 
-def check_mask_absent(mask_token_id: int, examples: list[TokenizedExample], token: str) -> None:
+def check_mask_absent(mask_token_id: int, examples: Sequence[TokenizedExample], token: str) -> None:
     """Raise ValueError when the mask token occurs in the training rows."""
-    rows = [(e.id, int((e.token_ids == mask_token_id).sum())) for e in examples]
-    hit = [(name, n) for name, n in rows if n]
-    if hit:
-        total = sum(n for _, n in hit)
+    total, hit, first = occurrences(examples, mask_token_id)
+    if total:
         raise ValueError(
-            f"drafter.mask_token_id = {mask_token_id} ({token}) occurs {total} times in {len(hit)} of {len(rows)} training rows (first: {hit[0][0]}); "
+            f"drafter.mask_token_id = {mask_token_id} ({token}) occurs {total} times in {hit} of {len(examples)} training rows (first: {first}); "
             "choose a token that never occurs in text"
         )

@@ -1,34 +1,23 @@
-"""JSONL files -> conversations. Rows are parsed one by one, so no row's fields depend on another's."""
+"""JSON rows -> conversations. Rows are parsed one by one, so no row's fields depend on another's."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from dflash_train.data.files import rows
+from dflash_train.data.layouts import BadRow, decoded, find_messages
 from dflash_train.types import Conversation
 
-ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 NAMED_FIELDS = {
     "id", "messages", "tools", "chat_template_kwargs", "domain", "finish_reason", "prompt_ids", "response_ids",
     "conversations", "prompt", "response",
 }  # fmt: skip
-
-
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
-LINE_FILES = {".jsonl", ".json", ".gz", ".zst"}
-
-
-class BadRow(Exception):
-    """A row that cannot be used; the text is the reason it is counted under."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +49,14 @@ class Kept:
         self.kept -= 1
         self.drop(reason, source)
 
+    def add(self, other: Kept) -> None:
+        """Count what `other` counted, after this."""
+        self.kept += other.kept
+        self.dropped.update(other.dropped)
+        self.notes.update(other.notes)
+        for reason, places in other.examples.items():
+            self.examples[reason] = (self.examples.get(reason, []) + places)[:3]
+
     def table(self) -> str:
         """Kept and dropped rows by reason, with the first places of each, as text."""
         lines = [f"kept {self.kept} of {self.total} rows"]
@@ -84,118 +81,94 @@ class Kept:
 def read_conversations(
     paths: Iterable[str | Path], *, limit: int | None = None, need_answer: bool = True
 ) -> tuple[list[Conversation], Kept]:
-    """Read JSONL files (plain, .gz or .zst), Parquet files and Hub data sets (`owner/name[:split]`) in the order given.
-
-    A row holds `messages`, or `conversations` (ShareGPT), or `prompt` and `response` strings, or `prompt_ids`
-    and `response_ids`. Blank lines are ignored; each row that cannot be used is counted in `Kept` with a
-    reason and its place. `limit` stops after that many usable rows. `need_answer=False` also accepts
-    conversations without an assistant turn, which is what regeneration wants. A missing id becomes a hash of
-    the content. A repeated id with the same content is dropped; with other content it gets a suffix (`#2`),
-    so ids are unique. Raises ValueError for a file that cannot be opened.
-    """
-    conversations: list[Conversation] = []
+    """All conversations of `iter_conversations` with what became of the rows."""
     kept = Kept()
-    seen: dict[str, set[bytes]] = {}
-    for path in paths:
-        for source, line in _rows(path):
-            if limit is not None and len(conversations) >= limit:
-                return conversations, kept
+    found = [c for _, c in iter_conversations(paths, kept, limit=limit, need_answer=need_answer)]
+    return found, kept
+
+
+def iter_conversations(
+    paths: Iterable[str | Path], kept: Kept, *, limit: int | None = None, need_answer: bool = True
+) -> Iterator[tuple[int, Conversation]]:
+    """(number of the path, conversation) of each usable row of files, folders and Hub data sets, in the order given.
+
+    `files.rows` says what a path may be, `layouts` how a row may hold its conversation; or it holds `prompt_ids` and `response_ids`.
+    Each row that cannot be used is counted in `kept` with a reason and its place. `limit` stops after that many usable rows.
+    `need_answer=False` also accepts conversations without an assistant turn, which is what regeneration wants. A missing id becomes
+    a hash of the content. A repeated id with the same content is dropped; with other content it gets a suffix (`#2`), so ids are
+    unique. Raises ValueError for a file that cannot be opened.
+    """
+    # id -> the digest of its row, or of its rows where it was given twice.
+    seen: dict[str, bytes | set[bytes]] = {}
+    for number, path in enumerate(paths):
+        for source, line in rows(path):
+            if limit is not None and kept.kept >= limit:
+                return
+            notes: Counter[str] = Counter()
             try:
-                row = _parse(line)
-                digest = _digest(row)
-                conversation = _conversation(row, source, need_answer)
-                if "id" not in row or not isinstance(row["id"], str | int):
-                    conversation.id = digest.hex()
-                if digest in seen.setdefault(conversation.id, set()):
-                    raise BadRow("duplicate_id")
+                conversation = _read_row(line, source, need_answer, notes, seen)
             except BadRow as error:
                 kept.drop(str(error), source)
                 continue
-            same_id = seen[conversation.id]
-            same_id.add(digest)
-            if len(same_id) > 1:
-                number = len(same_id)
-                while f"{conversation.id}#{number}" in seen:
-                    number += 1
-                conversation.id = f"{conversation.id}#{number}"
-                seen[conversation.id] = {digest}
-            conversations.append(conversation)
             kept.kept += 1
-    return conversations, kept
+            kept.notes.update(notes)
+            yield number, conversation
 
 
-def _rows(path: str | Path) -> Iterator[tuple[str, bytes]]:
-    """(place, JSON) of each row: lines of a JSONL file; rows of a Parquet file or of a Hub data set `owner/name[:split]`."""
-    text = str(path)
-    if text.endswith(".parquet"):
-        if not Path(path).is_file():
-            raise ValueError(f"data file {path} does not exist; correct the path")
-        yield from _from_datasets(text, "parquet", "train", data_files=text)
-    elif HUB_ID.fullmatch(text) and not Path(path).exists() and Path(path).suffix not in LINE_FILES:
-        name, _, split = text.partition(":")
-        yield from _from_datasets(text, name, split or "train")
-    else:
-        yield from _lines(Path(path))
+def _read_row(
+    line: bytes | str, source: str, need_answer: bool, notes: Counter[str], seen: dict[str, bytes | set[bytes]]
+) -> Conversation:
+    if isinstance(line, str):
+        raise BadRow(line)
+    try:
+        row = _parse(line, notes)
+        digest = _digest(row)
+        conversation = _conversation(row, source, need_answer, notes)
+    except RecursionError:
+        raise BadRow("nested_too_deeply") from None
+    if not isinstance(row.get("id"), str | int) or row["id"] == "":
+        conversation.id = digest.hex()
+    known = seen.get(conversation.id)
+    if known is None:
+        seen[conversation.id] = digest
+        return conversation
+    same_id = known if isinstance(known, set) else {known}
+    if digest in same_id:
+        raise BadRow("duplicate_id")
+    same_id.add(digest)
+    seen[conversation.id] = same_id
+    number = len(same_id)
+    while f"{conversation.id}#{number}" in seen:
+        number += 1
+    conversation.id = f"{conversation.id}#{number}"
+    seen[conversation.id] = digest
+    return conversation
 
 
-def _from_datasets(source: str, name: str, split: str, **options: Any) -> Iterator[tuple[str, bytes]]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+def _parse(line: bytes, notes: Counter[str]) -> dict[str, Any]:
+    def missing(_: str) -> None:  # NaN and Infinity are not JSON; pandas writes NaN where nothing is
+        notes["nan_read_as_null"] += 1
 
     try:
-        rows = load_dataset(name, split=split, **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"data set {source} cannot be loaded: {reason}; give a JSONL or Parquet file, or owner/name:split"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        # Columns fill what a row does not have with nulls: a message without tool calls must not get the key.
-        yield f"{source}:{number}", json.dumps(_without_nulls(row), default=str).encode()
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_nulls(v) for v in value]
-    return value
-
-
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """("file:line", bytes) of each line that is not blank."""
-    if not path.is_file():
-        raise ValueError(
-            f"data file {path} does not exist; correct the path, or write the file first (regeneration does)"
-        )
-    try:
-        with _open(path) as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"data file {path} is not a complete gzip file ({error}); copy it again") from error
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        import zstandard
-
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-        return io.BufferedReader(reader)
-    return path.open("rb")
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique, parse_constant=missing)
+        if b"\\ud" in line or b"\\uD" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRow("lone_surrogate") from None
+    except ValueError:  # broken JSON, bytes that are not UTF-8, an integer of thousands of digits
         raise BadRow("invalid_json") from None
+    if isinstance(row, list) and row and all(isinstance(m, dict) and ("role" in m or "from" in m) for m in row):
+        return {"messages": row}
     if not isinstance(row, dict):
         raise BadRow("not_an_object")
     return row
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # which of the two values was meant cannot be known
+        raise BadRow("duplicate_key")
+    return found
 
 
 def _digest(row: dict[str, Any]) -> bytes:
@@ -203,20 +176,19 @@ def _digest(row: dict[str, Any]) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).digest()
 
 
-def _conversation(row: dict[str, Any], source: str, need_answer: bool) -> Conversation:
+def _conversation(row: dict[str, Any], source: str, need_answer: bool, notes: Counter[str]) -> Conversation:
     conversation = Conversation(
         id=str(row.get("id", "")),
         source=source,
         domain=str(row.get("domain") or "default"),
         finish_reason=row.get("finish_reason"),
-        chat_template_kwargs=row.get("chat_template_kwargs") or {},
-        tools=_decoded(row.get("tools")) or None,
-        metadata={key: value for key, value in row.items() if key not in NAMED_FIELDS},
+        chat_template_kwargs=decoded(row.get("chat_template_kwargs")) or {},
+        tools=_tools(row),
     )
     if not isinstance(conversation.chat_template_kwargs, dict):
         raise BadRow("bad_chat_template_kwargs")
-    if conversation.tools is not None and not isinstance(conversation.tools, list):
-        raise BadRow("bad_tools")
+    if conversation.finish_reason is not None and not isinstance(conversation.finish_reason, str):
+        raise BadRow("bad_finish_reason")
     has_ids = "prompt_ids" in row or "response_ids" in row
     if has_ids:
         conversation.prompt_ids, conversation.response_ids = (_ids(row, "prompt_ids"), _ids(row, "response_ids"))
@@ -224,94 +196,35 @@ def _conversation(row: dict[str, Any], source: str, need_answer: bool) -> Conver
             raise BadRow("bad_ids")
     if "turn_ids" in row:
         _check_turns(row["turn_ids"])
-    messages = _raw_messages(row)
-    if not messages:
-        if has_ids:  # used as they are; only regeneration, which rebuilds the conversation, cannot use such a row
-            return conversation
-        raise BadRow("no_messages")
-    conversation.messages = [_message(message) for message in messages]
-    roles = {message["role"] for message in conversation.messages}
-    if need_answer and not has_ids and "assistant" not in roles:
-        raise BadRow("no_assistant_turn")
-    if not need_answer and not has_ids and not roles & {"user", "tool"}:
-        raise BadRow("no_prompt")
+    conversation.messages, used = find_messages(row, notes)
+    conversation.metadata = {key: value for key, value in row.items() if key not in NAMED_FIELDS | used}
+    if has_ids and not conversation.messages:
+        return conversation  # used as it is; only regeneration, which rebuilds the conversation, cannot use such a row
+    _check_roles(conversation, row, need_answer and not has_ids, not need_answer and not has_ids)
     return conversation
 
 
-def _raw_messages(row: dict[str, Any]) -> list[Any]:
-    if isinstance(row.get("messages"), list):
-        return row["messages"]
-    if isinstance(row.get("conversations"), list):
-        return [_from_sharegpt(message) for message in row["conversations"]]
-    if isinstance(row.get("prompt"), str):
-        answer = row.get("response")
-        turns = [{"role": "user", "content": row["prompt"]}]
-        return turns + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else [])
-    return []
+def _check_roles(conversation: Conversation, row: dict[str, Any], need_answer: bool, need_prompt: bool) -> None:
+    if not conversation.messages:
+        raise BadRow("text_without_turns" if isinstance(row.get("text"), str) else "no_messages")
+    roles = {message["role"] for message in conversation.messages}
+    if need_answer:
+        answers = [m for m in conversation.messages if m["role"] == "assistant"]
+        if not answers:
+            raise BadRow("no_assistant_turn")
+        if not any(m["content"].strip() or m.get("tool_calls") or m.get("reasoning_content") for m in answers):
+            raise BadRow("empty_answer")
+    if need_prompt and not roles & {"user", "tool"}:
+        raise BadRow("no_prompt")
 
 
-def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, dict) or "from" not in message:
-        return message
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role = message["from"]
-    return {"role": SHAREGPT_ROLES.get(role, role), "content": message.get("value"), **rest}
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """One message as templates want it: text content, decoded tool arguments, no null fields, other fields as
-    they are.
-    """
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise BadRow("bad_role")
-    clean = {key: value for key, value in message.items() if value is not None}
-    clean["content"] = _text(message.get("content"))
-    if "tool_calls" in clean:
-        clean["tool_calls"] = [_tool_call(call) for call in clean["tool_calls"] or []]
-        if not clean["tool_calls"]:
-            del clean["tool_calls"]
-    return clean
-
-
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRow("non_text_content")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRow("non_text_content")
-    return "".join(part["text"] for part in content)
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Templates dump the arguments as JSON themselves; a string is decoded, not to be encoded twice.
-    Null or an empty string is a call without arguments, as for the engines.
-    """
-    if not isinstance(call, dict):
-        raise BadRow("bad_tool_call")
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
-    if "arguments" not in call:
-        return call
-    arguments = call["arguments"]
-    empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
-    return {**call, "arguments": {} if empty else _decoded(arguments)}
-
-
-def _decoded(value: Any) -> Any:
-    """The object that a JSON string stands for; anything else, and text that is not an object or list, as it
-    is.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        decoded = json.loads(value)
-    except json.JSONDecodeError:
-        return value
-    return decoded if isinstance(decoded, dict | list) else value
+def _tools(row: dict[str, Any]) -> list[Any] | None:
+    tools = decoded(row.get("tools")) or None
+    if tools is None and isinstance(row.get("functions"), list):  # OpenAI's old name
+        tools = [{"type": "function", "function": function} for function in row["functions"]] or None
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow("bad_tools")
+    return tools and [decoded(tool) for tool in tools]
 
 
 def _ids(row: dict[str, Any], key: str) -> list[int]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dflash_train.data.blocks import anchor_order, build_blocks, legal_anchors, share
+from dflash_train.data.corpus import Corpus, fingerprint_of, lengths_of, weights_of
 from dflash_train.data.packing import pack
 from dflash_train.types import PackedBatch, TokenizedExample
+
+ONE = 2**32
 
 
 @dataclass(kw_only=True)
@@ -33,43 +38,114 @@ class StreamConfig:
 
 
 class RowStream:
-    """The training rows of every step and rank."""
+    """The training rows of every step and rank.
 
-    def __init__(self, examples: list[TokenizedExample], config: StreamConfig):
+    A document of weight w is in an epoch w times; a fraction is decided by (seed, document) so that every epoch has others: of any 1/w
+    epochs in a row a document is in one. Each time that a document is there has a number, document + repetition * documents.
+    rows_per_epoch, steps_per_epoch and tokens_per_epoch are those of the first epoch, and of every other unless some weight is a fraction.
+    """
+
+    def __init__(self, examples: Sequence[TokenizedExample], config: StreamConfig):
         """Raises ValueError when there is nothing to train on."""
-        if not examples:
+        if not len(examples):
             raise ValueError("no training rows: every row was dropped (see the table of reasons)")
         self.examples, self.config = examples, config
-        lengths = [len(e.token_ids) for e in examples]
-        assert max(lengths) <= config.row_length, "examples are cut to data.max_length before they are packed"
-        self.lengths = np.array(lengths)
+        self.lengths = lengths_of(examples)
+        assert self.lengths.max() <= config.row_length, "examples are cut to data.max_length before they are packed"
+        self._weights, self._phases = _fixed_point(weights_of(examples)), self._first_phases(weights_of(examples))
+        self.same_every_epoch = not np.any(self._weights % ONE)
+        started = time.perf_counter()
         self._epoch, self._rows = 0, self._pack_epoch(0)
+        self.packing_seconds = time.perf_counter() - started
         self.rows_per_epoch = len(self._rows)
         self.steps_per_epoch = math.ceil(self.rows_per_epoch / config.global_batch_size)
-        self.tokens_per_epoch = int(self.lengths.sum())
+        self.tokens_per_epoch = int(self.lengths @ self.passes(0))
+        self._first_steps = [0, self.steps_per_epoch]
+
+    @property
+    def padding(self) -> float:
+        """Share of the first epoch's rows that holds no token."""
+        return 1 - self.tokens_per_epoch / max(1, self.rows_per_epoch * self.config.row_length)
+
+    def packing_line(self) -> str:
+        """For a log."""
+        return f"packing: {self.rows_per_epoch} rows of {self.config.row_length} tokens, {self.padding:.1%} padding, {self.packing_seconds:.2f} s"
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits of the documents' ids, tokens and masks, in order."""
-        digest = hashlib.sha256()
-        for e in self.examples:
-            for part in (e.id.encode(), e.token_ids.astype(np.int32).tobytes(), e.supervised.tobytes()):
-                digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.hexdigest()[:16]
+        return fingerprint_of(self.examples)
+
+    def _first_phases(self, weights: np.ndarray) -> np.ndarray:
+        """int64 (documents,) in [0, ONE): where in the cycle of its fraction a document begins."""
+        phases = np.zeros(len(weights), np.int64)
+        for i in np.flatnonzero(weights % 1):
+            name = self.examples.name(i) if isinstance(self.examples, Corpus) else self.examples[i].id
+            digest = hashlib.sha256(f"{self.config.seed}/mixture/{name}".encode()).digest()
+            phases[i] = int.from_bytes(digest[:4], "little")
+        return phases
+
+    def passes(self, epoch: int) -> np.ndarray:
+        """int64 (documents,): how often each document is in an epoch."""
+        at = self._phases + epoch * self._weights
+        return (at + self._weights) // ONE - at // ONE
+
+    def _entries(self, epoch: int) -> np.ndarray:
+        """Numbers of what is in an epoch, the first repetition of all documents before the second of any."""
+        passes = self.passes(epoch)
+        return np.concatenate([np.flatnonzero(passes > r) + r * len(passes) for r in range(max(1, passes.max()))])
 
     def _pack_epoch(self, epoch: int) -> list[list[int]]:
         random = np.random.Generator(np.random.Philox(key=[self.config.seed, epoch]))
-        order = random.permutation(len(self.examples))
+        order = random.permutation(self._entries(epoch))
         if self.config.pack:
-            rows = [[int(order[i]) for i in row] for row in pack(self.lengths[order], self.config.row_length)]
+            lengths = self.lengths[order % len(self.lengths)]
+            rows = [[int(order[i]) for i in row] for row in pack(lengths, self.config.row_length)]
         else:
             rows = [[int(i)] for i in order]
         random.shuffle(rows)
         return rows
 
+    def _first_step(self, epoch: int) -> int:
+        """The step with which an epoch begins."""
+        if self.same_every_epoch:
+            return epoch * self.steps_per_epoch
+        while len(self._first_steps) <= epoch:
+            rows = len(self._pack_epoch(len(self._first_steps) - 1))
+            self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.config.global_batch_size))
+        return self._first_steps[epoch]
+
+    def steps_of(self, num_epochs: float) -> int:
+        """Steps of so many epochs, the last begun one whole."""
+        if self.same_every_epoch:
+            return math.ceil(num_epochs * self.steps_per_epoch)
+        whole = int(num_epochs)
+        first = self._first_step(whole)
+        return (
+            first + math.ceil((num_epochs - whole) * (self._first_step(whole + 1) - first))
+            if num_epochs > whole
+            else first
+        )
+
+    def epoch_at(self, step: int) -> float:
+        """Epochs that are done after so many steps."""
+        if self.same_every_epoch:
+            return step / self.steps_per_epoch
+        epoch, at, steps = self._place(step)
+        return epoch + at / steps
+
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """(epoch of a step, its number there, steps of that epoch)."""
+        if self.same_every_epoch:
+            return *divmod(step, self.steps_per_epoch), self.steps_per_epoch
+        while self._first_step(len(self._first_steps) - 1) <= step:
+            self._first_step(len(self._first_steps))
+        epoch = bisect_right(self._first_steps, step) - 1
+        return epoch, step - self._first_steps[epoch], self._first_steps[epoch + 1] - self._first_steps[epoch]
+
     def rows_of_step(self, step: int) -> tuple[int, list[list[int]]]:
-        """(epoch, rows): document indices of the step's rows; fewer than global_batch_size in an epoch's last step."""
-        epoch, at = divmod(step, self.steps_per_epoch)
+        """(epoch, rows): numbers of what is in the step's rows; fewer than global_batch_size in an epoch's last step."""
+        epoch, at, _ = self._place(step)
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, self._pack_epoch(epoch)
         g = self.config.global_batch_size
@@ -87,25 +163,25 @@ class RowStream:
             yield self.batch(chosen + [[]] * (size - len(chosen)), epoch)
 
     def batch(self, rows: list[list[int]], epoch: int) -> PackedBatch:
-        """Assemble rows of document indices, with this epoch's anchors."""
+        """Assemble rows, given by number, with this epoch's anchors."""
         c = self.config
-        anchors = []
+        documents, anchors = [], []
         for row in rows:
-            documents = [self.examples[i] for i in row]
-            given = share([len(legal_anchors(d.supervised)) for d in documents], c.num_anchors)
-            starts = np.cumsum([0] + [len(d.token_ids) for d in documents])
+            again, which = zip(*(divmod(i, len(self.examples)) for i in row), strict=True) if row else ((), ())
+            documents.append([self.examples[i] for i in which])
+            given = share([len(legal_anchors(d.supervised)) for d in documents[-1]], c.num_anchors)
+            starts = np.cumsum([0] + [len(d.token_ids) for d in documents[-1]])
             chosen = [
-                anchor_order(d.supervised, c.seed, epoch, d.id)[:n] + s
-                for d, n, s in zip(documents, given, starts, strict=False)
+                anchor_order(d.supervised, c.seed, epoch, d.id, repetition)[:n] + s
+                for d, n, s, repetition in zip(documents[-1], given, starts, again, strict=False)
             ]
             anchors.append(np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64))
-        return assemble(
-            [[self.examples[i] for i in row] for row in rows],
-            c.row_length,
-            anchors,
-            num_blocks=c.num_anchors,
-            decay_S=c.decay_S,
-        )
+        return assemble(documents, c.row_length, anchors, num_blocks=c.num_anchors, decay_S=c.decay_S)
+
+
+def _fixed_point(weights: np.ndarray) -> np.ndarray:
+    """int64: weights as multiples of 1 / ONE, so that sums over epochs are exact."""
+    return np.maximum(np.rint(weights * ONE), 1).astype(np.int64)
 
 
 def assemble(

@@ -41,6 +41,14 @@ def template_hash(tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def tokenizer_hash(tokenizer: Any) -> str:
+    """16 hex digits over vocabulary, merges, normalisation and special tokens; not over how a caller last padded or cut."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content |= {"padding": None, "truncation": None}
+    text = json.dumps([content, type(tokenizer).__name__, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def reasoning_of(message: Message) -> str:
     """The reasoning that a message carries in a field of its own, "" if none."""
     found = (message[field] for field in REASONING_FIELDS if isinstance(message.get(field), str))

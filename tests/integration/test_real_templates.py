@@ -66,7 +66,7 @@ def test_prompts_are_servings_and_only_answers_are_supervised(name, kind, mode):
         assert row.messages[turn]["content"] in said and not said[-1].isspace()
         assert row.messages[answers[-1]]["content"] not in rest
         cut = row.finish_reason == "length"
-        stops = {tokenizer.convert_ids_to_tokens(i) for i in support.stop_tokens(name)}
+        stops = support.serving(name).stops
         if cut:
             assert said.endswith(row.messages[turn]["content"]) and not rest
         elif "answer_rendered_without_turn_end" not in found.notes:
@@ -196,14 +196,7 @@ def test_the_supervised_text_is_what_the_model_generates(name, kind):
 
 def run(name: str, *messages, kept: Kept | None = None, **fields) -> list[list[str]]:
     row = Conversation(id="r", source="f:1", messages=list(messages), **fields)
-    examples = tokenize(
-        row,
-        support.tokenizer(name),
-        chat_template_kwargs={},
-        max_length=99999,
-        kept=kept,
-        stop_ids=support.stop_tokens(name),
-    )
+    examples = tokenize(row, support.serving(name), chat_template_kwargs={}, max_length=99999, kept=kept)
     return [spans(example, support.tokenizer(name)) for example in examples]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import toys
 
-from dflash_train.build import build_rows, certify_rows, outline
+from dflash_train.build import build_stream, certify_rows, outline
 from dflash_train.config.load import load_recipe
 from dflash_train.data.certificate import (
     check_certificate,
@@ -15,9 +15,9 @@ from dflash_train.data.certificate import (
     digest_of,
     file_hashes,
     read_certificate,
-    tokenizer_hash,
     write_certificate,
 )
+from dflash_train.data.template import tokenizer_hash
 from dflash_train.export import _data_facts
 
 ROWS = [
@@ -37,7 +37,7 @@ data: {{train: [{data}], max_length: 24, max_dropped: 0.5}}
 drafter: {{block_size: 4, mask_token_id: 155, target_layer_ids: [1, 3], num_hidden_layers: 1, selector_rank: 8}}
 """)
         o = outline(load_recipe(str(path), list(overrides)))
-        return certify_rows(o, *build_rows(o))
+        return certify_rows(o, build_stream(o))
 
     return certify
 
@@ -113,12 +113,16 @@ def test_a_changed_or_missing_file_is_no_certificate(certify, tmp_path):
 
 
 def test_every_kind_of_source_has_hashes(tmp_path):
-    for name in ("b.jsonl", "a.jsonl"):
+    (tmp_path / "b").mkdir()
+    for name in ("b/a.jsonl", "a.jsonl", "a.failed.jsonl", "README.md"):
         (tmp_path / name).write_text(name)
     folder = file_hashes(str(tmp_path))
-    assert [record["name"] for record in folder] == ["a.jsonl", "b.jsonl"]
+    assert [record["name"] for record in folder] == ["a.jsonl", "b/a.jsonl"], "those that are read"
     (weighted,) = file_hashes({"path": str(tmp_path / "a.jsonl"), "weight": 0.5})
     assert weighted == {**folder[0], "weight": 0.5}
+    assert file_hashes({"path": str(tmp_path / "a.jsonl"), "weight": 1, "domain": "x"}) == [
+        {**folder[0], "domain": "x"}
+    ]
     assert file_hashes("owner/name:train") == [{"name": "owner/name:train", "sha256": None}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from dflash_train.config.schema import ReasoningRows
-from dflash_train.data.chat import load_tokenizer, mask_strategy, read_stop_ids, template_hash, tokenize, tokenize_all
+from dflash_train.data.chat import load_tokenizer, mask_strategy, read_stop_ids, template_hash, tokenize
+from dflash_train.data.prepare import tokenize_chunk
 from dflash_train.data.read import Kept
+from dflash_train.data.template import Template
 from dflash_train.types import Conversation, TokenizedExample
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -120,9 +123,15 @@ def says(text: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
-def run(conversation: Conversation, tokenizer: Any, kept: Kept | None = None, **options: Any) -> list[TokenizedExample]:
+def run(
+    conversation: Conversation,
+    tokenizer: Any,
+    kept: Kept | None = None,
+    stop_ids: list[int] | None = None,
+    **options: Any,
+) -> list[TokenizedExample]:
     options = {"chat_template_kwargs": {}, "max_length": 4096, **options}
-    return tokenize(conversation, tokenizer, kept=kept, **options)
+    return tokenize(conversation, Template(tokenizer, stop_ids or ()), kept=kept, **options)
 
 
 def spans(example: TokenizedExample, tokenizer: Any) -> list[str]:
@@ -202,21 +211,13 @@ def test_answers_that_the_template_renders_otherwise_are_an_error_with_template_
         run(conversation, tokenizer)
 
 
-def test_an_odd_row_among_good_ones_is_counted_and_a_template_that_fits_none_is_an_error() -> None:
-    tokenizer = byte_level(THINKING)
+def test_an_odd_row_among_good_ones_is_counted() -> None:
     odd = row(user("2+2?"), says("Four.", reasoning_content="hm"))
-    options = {
-        "chat_template_kwargs": {"enable_thinking": False},
-        "reasoning_rows": ReasoningRows.per_turn,
-        "max_length": 512,
-        "drop_truncated": False,
-    }
-    kept = Kept(kept=2)
-    examples = tokenize_all([odd, row(user("hi"), says("ho"))], tokenizer, kept=kept, **options)
-    assert len(examples) == 1 and kept.kept == 1
-    assert kept.dropped == {"spans_not_found": 1} and "f.jsonl:1" in kept.table()
-    with pytest.raises(ValueError, match=r"chat template .*row r \(f\.jsonl:1\)"):
-        tokenize_all([odd, odd], tokenizer, kept=Kept(kept=2), **options)
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "max_length": 512}
+    done = tokenize_chunk([(0, odd), (1, row(user("hi"), says("ho")))], Template(byte_level(THINKING)), options)
+    assert len(done.examples) == 1 and done.sources == [1]
+    assert done.kept.dropped == {"spans_not_found": 1} and "f.jsonl:1" in done.kept.table()
+    assert re.match(r"chat template .*row r \(f\.jsonl:1\)", done.error)
 
 
 REASONING = row(
@@ -379,17 +380,10 @@ def test_rows_that_the_template_refuses_are_counted() -> None:
     tokenizer = byte_level(
         CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
-    kept = Kept(kept=2)
-    bad = row({"role": "system", "content": "s"}, user("hi"), says("ho"))
-    options = {
-        "chat_template_kwargs": {},
-        "reasoning_rows": ReasoningRows.per_turn,
-        "max_length": 99,
-        "drop_truncated": False,
-    }
-    examples = tokenize_all([bad, row(user("hi"), says("ho"))], tokenizer, kept=kept, **options)
-    assert len(examples) == 1
-    assert (kept.kept, kept.dropped, kept.examples) == (1, {"template_error": 1}, {"template_error": ["f.jsonl:1"]})
+    kept = Kept(kept=1)
+    assert run(row({"role": "system", "content": "s"}, user("hi"), says("ho")), tokenizer, kept) == []
+    assert (kept.kept, kept.dropped, kept.examples) == (0, {"template_error": 1}, {"template_error": ["f.jsonl:1"]})
+    assert len(run(row(user("hi"), says("ho")), tokenizer)) == 1
 
 
 def test_an_answer_nobody_asked_for_is_context_and_counted() -> None:
@@ -482,6 +476,8 @@ def test_stop_tokens_are_the_generation_configs_and_the_tokenizers(tmp_path: Pat
     assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([3, 5, own])
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([7, own])
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {"eos_token_id": 9}}')
+    assert read_stop_ids(str(tmp_path), None, tokenizer) == sorted([9, own])
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted() -> None:

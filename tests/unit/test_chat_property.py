@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_train.config.schema import ReasoningRows
 from dflash_train.data.chat import tokenize
+from dflash_train.data.template import Template
 from dflash_train.types import Conversation
 
 Piece = tuple[str, bool]
@@ -160,7 +161,9 @@ def test_random_conversations(messages: Messages, template: str, cut: bool) -> N
         messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
     row = Conversation(id="r", source="f:1", messages=messages, finish_reason="length" if cut else "stop")
     encode = tokenizer(template)
-    examples = tokenize(row, encode, chat_template_kwargs={}, reasoning_rows=ReasoningRows.per_turn, max_length=1 << 20)
+    examples = tokenize(
+        row, Template(encode), chat_template_kwargs={}, reasoning_rows=ReasoningRows.per_turn, max_length=1 << 20
+    )
     wanted = ORACLES[template](messages)
     if cut:
         # Nothing after the last answer's own words.

@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 import toys
 
-from dflash_train.build import build_rows, build_stream, certify_rows, outline, read_examples
+from dflash_train.build import build_stream, certify_rows, outline, read_examples
 from dflash_train.config.load import load_recipe
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import read_certificate
 from dflash_train.data.chat import check_supervised
-from dflash_train.data.inspection import GREEN, chosen, histogram, inspect, look, packing, position_shares, show
+from dflash_train.data.inspection import (
+    GREEN,
+    Share,
+    chosen,
+    histogram,
+    inspect,
+    look,
+    packing,
+    position_shares,
+    shares_of_sources,
+    show,
+    sources_table,
+    write_report,
+)
 
 ROWS = [
     {"id": "a", "domain": "math", "messages": [
@@ -125,10 +138,57 @@ def test_packing_is_that_of_training(recipe):
     assert rows.anchors == sum(len(legal_anchors(e.supervised)) for e in stream.examples)
 
 
+@pytest.fixture
+def mixture(tmp_path, recipe):
+    """A folder, a weighted and tagged file, long rows in windows."""
+    (tmp_path / "folder").mkdir()
+    long = [{"id": f"l{i}", "prompt_ids": [20], "response_ids": list(range(30 + i, 90))} for i in range(3)]
+    toys.write_jsonl(tmp_path / "folder" / "a.jsonl", long)
+    toys.write_jsonl(tmp_path / "folder" / "a.failed.jsonl", [{"id": "failed"}])
+
+    def mixture(*overrides: str):
+        given = f"data.train=[{tmp_path}/folder,{{path: {tmp_path}/rows.jsonl, weight: 2, domain: twice}}]"
+        return recipe(given, "data.long_documents=window", "drafter.mask_token_id=155", *overrides)
+
+    return mixture
+
+
+def test_a_mixture_is_seen_as_training_sees_it(mixture, capsys):
+    found = look(mixture("train.num_anchors=3"))
+    o = outline(mixture("train.num_anchors=3"))
+    stream = build_stream(o)
+    rows = packing(found.stream)
+    assert (rows.rows, rows.padding) == (stream.rows_per_epoch, stream.padding)
+    assert rows.blocks == sum(b.drafted for s in range(stream.steps_per_epoch) for b in stream.micro_batches(s, 0, 1))
+    assert found.domains() == {
+        name: Share(
+            documents=len(mine),
+            tokens=sum(len(e.token_ids) for e in mine),
+            supervised=sum(int(e.supervised.sum()) for e in mine),
+        )
+        for name in ("default", "twice")
+        for mine in [[e for e in stream.examples if e.domain == name]]
+    }
+    shares = shares_of_sources(found.corpus)
+    assert [s.weight for s in shares] == [1, 2] and sum(s.share for s in shares) == pytest.approx(1)
+    assert shares[1].share == pytest.approx(2 * shares[1].tokens / stream.tokens_per_epoch)
+    certificate = certify_rows(o, stream)
+    assert certificate == found.certificate
+    assert [(f["name"], f.get("weight"), f.get("domain")) for f in certificate.files] == [
+        ("a.jsonl", None, None), ("rows.jsonl", 2, "twice")]  # fmt: skip
+    out = io.StringIO()
+    write_report(found, chosen(found, 1, ["l1"]), color=False, out=out)
+    assert sources_table(found.corpus) in out.getvalue() and sources_table(found.corpus) in capsys.readouterr().out
+    assert [line for line in out.getvalue().splitlines() if line.startswith("---")][:2] == [
+        "--- l1@0 (length)",
+        "--- l1@1 (length)",
+    ]
+
+
 def test_the_certificate_is_that_of_training(recipe):
     same = ("drafter.mask_token_id=155",)
     o = outline(recipe(*same))
-    assert look(recipe(*same)).certificate == certify_rows(o, *build_rows(o))
+    assert look(recipe(*same)).certificate == certify_rows(o, build_stream(o))
 
 
 def test_examples_of_every_domain_are_shown_first(recipe):

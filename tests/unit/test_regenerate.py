@@ -26,7 +26,9 @@ from dflash_train.config.mixture import settings
 from dflash_train.config.schema import Api, Backend, Recipe, RegenerateConfig
 from dflash_train.data.chat import tokenize
 from dflash_train.data.read import read_conversations
+from dflash_train.data.template import Template
 from dflash_train.generation.base import Answer, Request
+from dflash_train.generation.output import line_of
 from dflash_train.generation.padded import decode, sample
 from dflash_train.generation.provenance import draw, in_shard, row_seed
 from dflash_train.regenerate import regenerate
@@ -350,9 +352,9 @@ def test_a_later_turn_sees_the_new_history(target: Path, tmp_path: Path) -> None
         "backend": "transformers", "precision": "auto", "top_p": 1.0, "top_k": 0, "seed": 0, "extra_body": {},
     }.items()  # fmt: skip
     (conversation,), _ = read_conversations([recipe.regenerate.output])
-    (example,) = tokenize(conversation, TOKENIZER, chat_template_kwargs={}, max_length=999)
+    (example,) = tokenize(conversation, Template(TOKENIZER), chat_template_kwargs={}, max_length=999)
     conversation.metadata.clear()
-    (rendered,) = tokenize(conversation, TOKENIZER, chat_template_kwargs={}, max_length=999)
+    (rendered,) = tokenize(conversation, Template(TOKENIZER), chat_template_kwargs={}, max_length=999)
     assert example.token_ids.tolist() == rendered.token_ids.tolist()[:-1]
     assert example.supervised.tolist() == rendered.supervised.tolist()[:-1]
 
@@ -585,7 +587,7 @@ def test_a_backend_that_never_answers_is_given_up(target: Path, tmp_path: Path) 
 
 
 def test_the_manifest_has_the_backends_figures_and_the_row_stays_as_it_was(target: Path, tmp_path: Path) -> None:
-    odd = {**prompt(0), "origin": "half a pair: \ud800", "turn_ids": [{"prompt_ids": [1], "response_ids": [2]}]}
+    odd = {**prompt(0), "origin": "kept", "turn_ids": [{"prompt_ids": [1], "response_ids": [2]}]}
     odd["messages"] = [*odd["messages"], chat("OLD"), user("u"), chat("OLD")]
     recipe = make_recipe(target, tmp_path, [odd])
     manifest = regenerate(recipe, Stub(yes))
@@ -593,6 +595,11 @@ def test_the_manifest_has_the_backends_figures_and_the_row_stays_as_it_was(targe
     (row,) = rows_of(recipe)
     assert row["origin"] == odd["origin"] and len(row["turn_ids"]) == 2
     assert manifest["by_domain"]["default"] == {"rows": 1, "tokens": 8, "truncated": 0, "truncated_share": 0.0}
+
+
+def test_half_a_surrogate_pair_that_a_server_sends_can_be_written() -> None:
+    row = {"content": "half a pair: \ud800"}
+    assert json.loads(line_of(row)) == row
 
 
 def test_the_bar_tells_rates_truncated_share_and_failures(target: Path, tmp_path: Path, capsys: Any) -> None:
