@@ -191,14 +191,15 @@ def _parquet(path: Path) -> Iterator[tuple[str, bytes]]:
 def _numbered(name: str, table: Any) -> Iterator[tuple[str, bytes]]:
     for number, row in enumerate(table, start=1):
         # Columns fill what a row does not have with nulls: a message without tool calls must not get the key.
-        yield f"{name}:{number}", json.dumps(_without_nulls(row), default=str).encode()
+        yield f"{name}:{number}", json.dumps(without_nulls(row), default=str).encode()
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """The same without the nulls in mappings."""
     if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_without_nulls(v) for v in value]
+        return [without_nulls(v) for v in value]
     return value
 
 

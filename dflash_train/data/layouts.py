@@ -12,7 +12,14 @@ from collections import Counter
 from typing import Any
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
-OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
+OTHER_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+}
 LISTS = ("messages", "conversations", "conversation")
 PAIRS = [("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output")]
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")

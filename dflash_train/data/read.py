@@ -121,7 +121,7 @@ def _read_row(
     if isinstance(line, str):
         raise BadRow(line)
     try:
-        row = _parse(line, notes)
+        row = parse_line(line, notes)
         digest = _digest(row)
         conversation = _conversation(row, source, need_answer, notes)
     except RecursionError:
@@ -145,7 +145,9 @@ def _read_row(
     return conversation
 
 
-def _parse(line: bytes, notes: Counter[str]) -> dict[str, Any]:
+def parse_line(line: bytes, notes: Counter[str]) -> dict[str, Any]:
+    """The row of a line of JSON. Raises BadRow."""
+
     def missing(_: str) -> None:  # NaN and Infinity are not JSON; pandas writes NaN where nothing is
         notes["nan_read_as_null"] += 1
 
