@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | Non
     sources = located_sources(entries, what)
     corpus = prepare(sources, template, data, what=what, vocab_size=o.info.vocab_size, limit=limit)
     notes, problems = examine(corpus, data, expected_of(o.recipe, o.target_path, o.tokenizer), what)
+    corpus.kept.origin = [*notes]
     for note in notes:
         say(note)
     say(f"{what}: {corpus.kept.table()}\n  masks: {mask_strategy(o.tokenizer, corpus.kept)}")
@@ -115,9 +117,21 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
             kept.reject("empty_prompt", c.source)
             continue
         taken[c.domain] = taken.get(c.domain, 0) + 1
-        prompts.append(Prompt(id=c.id, domain=c.domain, token_ids=list(ids)))
+        kwargs = {**o.recipe.data.chat_template_kwargs, **c.chat_template_kwargs}
+        prompts.append(Prompt(id=c.id, domain=c.domain, token_ids=list(ids), tags=mode_tags(kwargs)))
     kept.check(o.recipe.data.max_dropped)
     return prompts
+
+
+def mode_tags(chat_template_kwargs: dict[str, Any]) -> dict[str, str]:
+    """Thinking and effort, as far as the template's arguments say."""
+    tags = {}
+    if "enable_thinking" in chat_template_kwargs:
+        tags["thinking"] = "on" if chat_template_kwargs["enable_thinking"] else "off"
+    for name in ("reasoning_effort", "reasoning_strength"):
+        if name in chat_template_kwargs:
+            tags["effort"] = str(chat_template_kwargs[name])
+    return tags
 
 
 def build_stream(o: Outline) -> RowStream:
@@ -216,6 +230,7 @@ class OpenedRun:
     step: DraftStep
     source: Path
     trained_steps: int | None
+    weights_hash: str
 
     @property
     def stop_ids(self) -> set[int]:
@@ -332,4 +347,17 @@ def open_source(source: str, config: str | None, overrides: list[str]) -> Opened
     module = build_step(o, ranks.start(o.recipe.engine.timeout_minutes))
     module.drafter.load_state_dict(state)
     module.eval()
-    return OpenedRun(recipe=o.recipe, outline=o, step=module, source=folder, trained_steps=step)
+    return OpenedRun(
+        recipe=o.recipe, outline=o, step=module, source=folder, trained_steps=step, weights_hash=hash_weights(state)
+    )
+
+
+def hash_weights(state: dict[str, torch.Tensor]) -> str:
+    """16 hex digits of the tensors as bfloat16, so that a checkpoint and its export agree."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(
+            name.encode()
+            + state[name].detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        )
+    return digest.hexdigest()[:16]

@@ -18,6 +18,17 @@ from safetensors.torch import load_file, save_file
 from dflash_train.drafter.spec import DrafterSpec
 
 _DONE = "complete"
+BEST = "best"
+
+
+@dataclass(kw_only=True)
+class Best:
+    """The highest value of a held-out metric so far. step: where it was measured; since: evaluations after it without a higher one."""
+
+    metric: str
+    value: float
+    step: int
+    since: int = 0
 
 
 @dataclass(kw_only=True)
@@ -25,10 +36,12 @@ class TrainState:
     """step: optimizer steps done; it is also the data cursor, since rows and anchors are functions of (seed, step).
 
     identity: what must not change between save and resume (drafter spec, target, template, data, batch, seed, total steps).
+    best: None before the first held-out evaluation.
     """
 
     step: int
     identity: dict[str, Any]
+    best: Best | None = None
 
 
 def identity_of(spec: DrafterSpec, **more: Any) -> dict[str, Any]:
@@ -40,9 +53,20 @@ def save_checkpoint(
     folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
 ) -> Path:
     """Write folder/step-N beside its place, flush it, rename it; then drop all but the newest `keep`. Rank 0 only."""
-    final = folder / f"step-{state.step:08d}"
-    partial = folder / f".{final.name}.partial"
-    for abandoned in folder.glob(".step-*.partial"):  # by a process that was killed
+    final = _write(folder / f"step-{state.step:08d}", drafter, optimizer, state)
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def save_best(folder: Path, drafter: torch.nn.Module, state: TrainState) -> Path:
+    """Write folder/best: the weights and the state, enough to evaluate and export; training is never continued from it. Rank 0 only."""
+    return _write(folder / BEST, drafter, None, state)
+
+
+def _write(final: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainState) -> Path:
+    folder, partial = final.parent, final.parent / f".{final.name}.partial"
+    for abandoned in folder.glob(".*.partial"):  # by a process that was killed
         shutil.rmtree(abandoned)
     partial.mkdir(parents=True)
     save_file(
@@ -50,7 +74,8 @@ def save_checkpoint(
         partial / "model.safetensors",
         metadata={"format": "pt"},
     )
-    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+    if optimizer is not None:
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     (partial / _DONE).touch()
     for path in [*partial.iterdir(), partial]:
@@ -58,8 +83,6 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     _flush(folder)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
     return final
 
 
@@ -75,7 +98,29 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> TrainState:
-    return _readable(checkpoint / "state.json", lambda path: TrainState(**json.loads(path.read_text())))
+    return _readable(checkpoint / "state.json", lambda path: _state_of(json.loads(path.read_text())))
+
+
+def _state_of(saved: dict[str, Any]) -> TrainState:
+    best = saved.pop("best", None)  # checkpoints of earlier versions have none
+    return TrainState(**saved, best=None if best is None else Best(**best))
+
+
+def resume_best(folder: Path, state: TrainState, metric: str) -> str | None:
+    """Make `state.best` and folder/best agree; returns what has to be said about it.
+
+    A run that was killed may have found a better drafter after its last checkpoint: that one is kept, and the evaluations up to its step
+    are passed over when they are done again.
+    """
+    had = state.best
+    found = read_state(folder / BEST) if (folder / BEST).exists() else None
+    known = found is not None and found.identity == state.identity and found.best is not None
+    if known and found.best.metric == metric:
+        if had is None or had.step != found.best.step or had.metric != metric:
+            state.best = found.best
+        return None
+    state.best = None
+    return None if had is None and found is None else f"the best {metric} is looked for from step {state.step} on"
 
 
 def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

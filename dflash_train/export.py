@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import dflash_train
-from dflash_train.build import SOURCE_HELP, Outline, open_drafter
+from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
 from dflash_train.config.load import parse, parser, run_command
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
@@ -38,15 +38,15 @@ TOKENIZER_FILES = (
 class CardFacts:
     """What the model card states besides the spec.
 
-    tau: per domain {value: mean tokens per target pass, bonus included; rounds: target passes; tokens: their sum}, from real
-    decoding, or None where nothing was measured. walk_tau: the same quantity predicted by the teacher-forced walk.
+    decoded: the report of real decoding (`evaluate.decode_report`), or None where these weights were not decoded. client: what
+    `client.GapReport.as_dict` says of an export of these weights, likewise.
     """
 
     name: str
     base_model: str
     license: str
-    tau: dict[str, dict[str, float]] | None = None
-    walk_tau: float | None = None
+    decoded: dict[str, Any] | None = None
+    client: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
@@ -94,8 +94,9 @@ def write_export(
             "vocab_size": target.vocab_size,
             "tie_word_embeddings": target.tie_word_embeddings,
         },
-        "tau": card.tau,
-        "walk_tau": card.walk_tau,
+        "weights": hash_weights(tensors),
+        "tau": card.decoded and card.decoded["tau"],
+        "walk_tau": _walk_tau(card.decoded),
         "provenance": card.provenance,
     }
 
@@ -235,19 +236,72 @@ def _yaml(value: str) -> str:
     return value if plain else json.dumps(value)
 
 
-def _tau_lines(card: CardFacts) -> Iterable[str]:
-    if not card.tau:
+def _walk_tau(decoded: dict[str, Any] | None) -> float | None:
+    """Nothing walks at a temperature."""
+    return decoded["walk_tau"]["value"] if decoded and "walk_tau" in decoded else None
+
+
+def _measured(card: CardFacts) -> Iterable[str]:
+    """The section on acceptance, line by line."""
+    decoded = card.decoded
+    if decoded is None:
         yield "Not measured yet."
     else:
-        yield "Mean tokens per target pass (the target's own token included), greedy decoding on held-out prompts:\n"
-        yield "| domain | tau | target passes | tokens |\n| --- | ---: | ---: | ---: |"
-        for domain, m in card.tau.items():
-            yield f"| {domain} | {m['value']:.2f} | {int(m['rounds'])} | {int(m['tokens'])} |"
-        if len(card.tau) > 1:
-            rounds, tokens = (sum(int(m[k]) for m in card.tau.values()) for k in ("rounds", "tokens"))
-            yield f"| pooled | {tokens / max(rounds, 1):.2f} | {rounds} | {tokens} |"
-    if card.walk_tau is not None:
-        yield f"\nTeacher-forced estimate on held-out text: {card.walk_tau:.2f}."
+        how = "greedy" if decoded["temperature"] == 0 else f"temperature {decoded['temperature']:g}"
+        yield f"tau: tokens per target pass (the target's own token included), {how}, on {decoded['prompts']} held-out prompts."
+        yield "Pooled over passes; the interval resamples prompts.\n"
+        yield "| domain | tau | target passes | tokens | prompts | 95 % interval |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+        rows = decoded["tau"] | ({"pooled": decoded["tau_all"]} if len(decoded["tau"]) > 1 else {})
+        yield from (_tau_row(domain, cell) for domain, cell in rows.items())
+        yield ""
+        yield from _facts(decoded)
+    if card.client is not None:
+        yield _client_line(card.client)
+
+
+def _tau_row(domain: str, cell: dict[str, Any]) -> str:
+    value = "-" if cell["value"] is None else f"{cell['value']:.2f}"
+    interval = "-" if cell["interval"] is None else "{:.2f} to {:.2f}".format(*cell["interval"])
+    return f"| {domain} | {value} | {cell['rounds']} | {cell['tokens']} | {cell['prompts']} | {interval} |"
+
+
+def _facts(decoded: dict[str, Any]) -> Iterable[str]:
+    """Losslessness, speed, cost and memory as a list."""
+    if decoded["lossless"] is not None:
+        yield (
+            f"- {'Lossless' if decoded['lossless'] else 'NOT LOSSLESS'}: {decoded['identical']} of {decoded['prompts']} outputs token-identical "
+            f"to plain greedy decoding, {decoded['near_ties']} parted at near ties of the target, {decoded['different']} different."
+        )
+    walk = _walk_tau(decoded)
+    if walk is not None:
+        yield f"- Teacher-forced walk over the same text: {walk:.2f}."
+    if decoded["speedup"] is not None:
+        together = decoded["decoded_together"]
+        alone = "one prompt at a time" if together == 1 else f"{together} prompts together"
+        yield f"- Speed: {decoded['speedup']:.2f} times plain decoding, {decoded['tokens_per_second']:.0f} tokens/s, {alone}."
+    if decoded["cost"]:
+        cost = decoded["cost"]
+        yield f"- Cost: {cost['draft_ms']:.1f} of {cost['cycle_ms']:.1f} ms per pass go into drafting ({cost['draft_share']:.0%})."
+    loops = decoded["repetition"]
+    if loops["looping"]:
+        without = loops["tau_without_looping"]
+        yield f"- {loops['looping']} outputs mostly repeat themselves; tau without them {without['value'] or 0:.2f} ({without['tokens']}/{without['rounds']})."
+    memory = decoded["memory"]
+    yield (
+        f"- Memory: {memory['drafter_mib']:.1f} MiB of weights in 16 bits, and {memory['context_bytes_per_token']} bytes of cache per token "
+        "of context."
+    )
+
+
+def _client_line(client: dict[str, Any]) -> str:
+    """What became of the train-to-serve check."""
+    tau, expected = client["tau"], client["expected"]
+    if not tau["rounds"]:
+        return "- Train-to-serve check: nothing was decoded."
+    counts = f"tau {tau['value']:.2f} ({tau['tokens']}/{tau['rounds']}), {expected['value']:.2f} expected from training"
+    own = "" if client["independent"] else " (this project's own decoder: not an independent check)"
+    verdict = "FAILED" if client["gap"] else "passed"
+    return f"- Train-to-serve check {verdict}: {client['decoder']}{own} decoded {client['prompts']} held-out prompts from this folder, {counts}."
 
 
 def model_card(spec: DrafterSpec, card: CardFacts, *, has_tokenizer: bool = True) -> str:
@@ -293,7 +347,7 @@ which verifies them in one pass; the output stays the target's own. It works wit
 
 ## Measured acceptance
 
-{chr(10).join(_tau_lines(card))}
+{chr(10).join(_measured(card))}
 
 ## Serving
 
@@ -374,43 +428,57 @@ Trained with dflash-train {dflash_train.__version__}; the full record is in `{RE
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
-def export_run(o: Outline, state: dict[str, torch.Tensor], output: Path, *, step: int | None) -> Path:
-    """Export a drafter of the run that `o` (a `build.Outline`) outlines, after `step` training steps.
-
-    The card states the acceptance of <output_dir>/evaluation.json if that measured the same step, else none.
-    """
-    recipe = o.recipe
-    measured: dict[str, Any] = {}
-    evaluation = Path(recipe.output_dir) / "evaluation.json"
-    if evaluation.exists():
-        found = read_json(evaluation)
-        if step is not None and found["trained_steps"] == step and "decoded" in found:
-            measured = {"tau": found["decoded"]["tau"], "walk_tau": found["decoded"]["walk_tau"]["value"]}
-    card = CardFacts(
-        name=Path(recipe.output_dir).name,
-        base_model=public_name(o.info.path),
-        license=recipe.export.license,
-        provenance={
-            "step": step,
-            "objective": {"loss_decay_gamma": o.gamma, "selector_loss_weight": recipe.objective.selector_loss_weight},
-            "lr": recipe.optimizer.lr,
-            "num_anchors": recipe.train.num_anchors,
-            "row_length": recipe.data.max_length,
-            "global_batch_size": recipe.train.global_batch_size,
-            **_data_facts(Path(recipe.output_dir)),
-            **{k: v for k, v in recipe.provenance.items() if k != "command"},  # a command line may name private paths
-        },
-        **measured,
-    )
+def export_run(
+    o: Outline, state: dict[str, torch.Tensor], output: Path, *, step: int | None, chosen_by: str | None = None
+) -> Path:
+    """Export a drafter of the run that `o` (a `build.Outline`) outlines, after `step` training steps. See `card_facts`."""
     return write_export(
         output,
         state=state,
         spec=o.spec,
         target=o.info,
-        dtype=getattr(torch, recipe.export.precision.value),
+        dtype=getattr(torch, o.recipe.export.precision.value),
         tokenizer_dir=o.target_path,
-        card=card,
+        card=card_facts(o, hash_weights(state), step, chosen_by),
     )
+
+
+def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None) -> CardFacts:
+    """What is known of a drafter of this run; evaluation.json and client.json of <output_dir> count if they measured these weights.
+    chosen_by: why it is not the run's last one."""
+    recipe, run = o.recipe, Path(o.recipe.output_dir)
+    evaluation = _measurement(run / "evaluation.json", weights)
+    return CardFacts(
+        name=run.name,
+        base_model=public_name(o.info.path),
+        license=recipe.export.license,
+        decoded=evaluation["decoded"] if evaluation and "decoded" in evaluation else None,
+        client=_measurement(run / "client.json", weights),
+        provenance={
+            "step": step,
+            **({"chosen_by": chosen_by} if chosen_by else {}),
+            "objective": {"loss_decay_gamma": o.gamma, "selector_loss_weight": recipe.objective.selector_loss_weight},
+            "lr": recipe.optimizer.lr,
+            "num_anchors": recipe.train.num_anchors,
+            "row_length": recipe.data.max_length,
+            "global_batch_size": recipe.train.global_batch_size,
+            **_data_facts(run),
+            **{k: v for k, v in recipe.provenance.items() if k != "command"},  # a command line may name private paths
+        },
+    )
+
+
+def rewrite_card(o: Outline, folder: Path, weights: str, *, step: int | None, chosen_by: str | None = None) -> None:
+    """State on an export's card what was measured since it was written."""
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    card = model_card(o.spec, card_facts(o, weights, step, chosen_by), has_tokenizer=has_tokenizer)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _measurement(path: Path, weights: str) -> dict[str, Any] | None:
+    """A file of measurements, if it is there and measured weights with this hash."""
+    found = read_json(path) if path.exists() else {"weights": None}
+    return found if found["weights"] == weights else None
 
 
 def _data_facts(run: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class DraftStep(nn.Module):
     def score(
         self, batch: PackedBatch, features: TargetFeatures, *, flex: bool | None = None
     ) -> dict[str, torch.Tensor]:
-        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage. `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
+        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
         spec, blocks = self.drafter.spec, batch.blocks
         hidden_BQH = self.drafter(
             features.features_BTF.to(self.dtype),
@@ -63,11 +63,13 @@ class DraftStep(nn.Module):
             "base_hit_M": base.top1_M == labels_M,
         }
         selector = self.drafter.candidate_selector
+        found_MC = base.candidates_MC == labels_M[:, None]
+        out |= {"rank_M": torch.where(found_MC.any(-1), found_MC.int().argmax(-1), -1)}
         if selector is None:
             return out | {
                 "hit_M": out["base_hit_M"],
                 "selector_nll_M": torch.zeros_like(base.nll_M),
-                "covered_M": (base.candidates_MC == labels_M[:, None]).any(-1),
+                "covered_M": found_MC.any(-1),
             }
         unary_MC = candidate_logits(hidden_MH, self.target.head_VH, base.candidates_MC, **head)
         predecessors_M = blocks.labels_BNS.flatten()[

@@ -17,6 +17,46 @@ TABLE = {
     "candidate_recall": "slots whose token is among the candidates / supervised slots",
 }
 
+# What is logged besides, by its full name.
+LOGGED = {
+    "train/loss": "base_loss + objective.selector_loss_weight x selector_loss (nats)",
+    "train/lr": "learning rate of the window's last step",
+    "train/grad_norm": "gradient norm of the window's last step, before clipping",
+    "train/epoch": "passes over the training rows so far",
+    "heldout/walk_tau": "tokens / rounds along the rounds that decoding would take on the held-out text, bonus token included",
+    "heldout/base_walk_tau": "the same for the drafter's own top-1",
+    "heldout/accept_len": "(leading correct slots of the selector's path + 1 bonus token) / blocks, at every held-out anchor",
+    "heldout/base_accept_len": "the same for the drafter's own top-1",
+    "heldout/selector_lift": "walk_tau - base_walk_tau: tokens per round that the selector adds",
+    "heldout/recall@k": "supervised slots whose token is among the k best of the drafter's own logits / supervised slots",
+    "heldout/oracle@k": "accept_len of a perfect choice among those k",
+    "decoded/tau": "tokens after the first answer token / target passes, of real decoding, bonus token included",
+    "client/tau": "the same, decoded from the export by z-lab's client at the end of the run",
+    "client/expected_tau": "what the trained drafter gains from the same anchors",
+    "client/parted_rounds": "rounds that gained something else than that",
+    "client/gap": "1 if that is a train/serve gap",
+    "perf/eval_seconds": "time that evaluations took, which is no part of the speeds (s)",
+    "perf/tokens_per_second": "training tokens, without padding, per second of the window, over all ranks",
+    "perf/blocks_per_second": "blocks drafted per second of the window, over all ranks",
+    "perf/memory_gib": "most memory that rank 0 had allocated so far: of the GPU, or of the process on a CPU (GiB)",
+    "data/coverage": "supervised tokens that a block predicted / those that some block could have",
+    "data/microbatches": "micro-batches of the window, over all ranks",
+    "data/skipped_microbatches": "those of them without a supervised token",
+}
+
+
+def meaning(name: str) -> str | None:
+    """What a logged metric is; None for one that nobody has described. Domains and slots share the text of their metric."""
+    if name in LOGGED:
+        return LOGGED[name]
+    group, _, rest = name.partition("/")
+    if group == "train":
+        return TABLE.get(rest.split("/slot_")[0])
+    if group not in ("heldout", "decoded"):
+        return None
+    figure, at, _ = rest.split("/")[0].partition("@")
+    return LOGGED.get(f"{group}/{figure}{at}" + ("k" if at else ""))
+
 
 def slot_metric(kind: str, slot: int) -> str:
     """Name of a per-slot metric: accuracy of slot 1..K-1 over the blocks that reach it (marginal, not conditional)."""

@@ -1,4 +1,4 @@
-"""The only torch.distributed calls outside engine/: who am I, sum, barrier, broadcast."""
+"""The only torch.distributed calls outside engine/: who am I, sum, barriers, broadcast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = timedelta(days=7)
+
+_store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
+_meetings = 0
+
 
 def start(timeout_minutes: float) -> torch.device:
     """Join the process group that torchrun describes (none for a single process) and return this rank's device."""
@@ -18,9 +23,18 @@ def start(timeout_minutes: float) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        global _store, _meetings
+        timeout = timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=timedelta(minutes=timeout_minutes), device_id=device if cuda else None
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
         )
+        _store, _meetings = dist.PrefixStore("meetings", store), 0
     return device
 
 
@@ -51,6 +65,18 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def meet() -> None:
+    """A barrier for work that ranks do alone and that may take hours: unlike a collective it does not time out after
+    engine.timeout_minutes. torchrun ends all ranks where one of them fails."""
+    global _meetings
+    if not dist.is_initialized():
+        return
+    assert _store is not None
+    _meetings += 1
+    _store.set(f"{_meetings}/{rank()}", b"here")
+    _store.wait([f"{_meetings}/{other}" for other in range(world_size())], PATIENCE)
 
 
 def broadcast_object(value: Any) -> Any:

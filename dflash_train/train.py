@@ -7,6 +7,7 @@ before the first backward, so neither the loss nor the gradient depends on how t
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -29,23 +30,39 @@ from dflash_train.build import (
     data_identity,
     describe,
     heldout_examples,
+    heldout_prompts,
     outline,
     say,
+    stop_ids,
 )
-from dflash_train.checkpoint import TrainState, checkpoints, identity_of, load_checkpoint, save_checkpoint
-from dflash_train.config.load import load_recipe, parse_command, require, run_command, to_yaml
-from dflash_train.config.schema import Recipe
+from dflash_train.checkpoint import (
+    BEST,
+    Best,
+    TrainState,
+    checkpoints,
+    identity_of,
+    load_checkpoint,
+    load_weights,
+    resume_best,
+    save_best,
+    save_checkpoint,
+)
+from dflash_train.client import GapReport, gap_alarm, require_client
+from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
+from dflash_train.config.schema import ClientCheck, Recipe
+from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
-from dflash_train.evaluate import move, teacher_forced
-from dflash_train.export import check_output, export_run
+from dflash_train.export import check_output, export_run, rewrite_card
+from dflash_train.heldout import Values, decoded_values, first_of_each_domain, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
 from dflash_train.optim import build_optimizer, lr_at
 from dflash_train.target.base import check_features
 from dflash_train.track import Tracker
-from dflash_train.types import PackedBatch, TokenizedExample
+from dflash_train.types import PackedBatch, Prompt, TokenizedExample
+from dflash_train.walk import move
 
 
 @dataclass(kw_only=True)
@@ -57,6 +74,7 @@ class Run:
     outline: Outline
     stream: RowStream
     heldout: list[TokenizedExample]
+    prompts: list[Prompt]
     module: DraftStep
     engine: TorchEngine
     device: torch.device
@@ -66,6 +84,11 @@ class Run:
     window: MetricWindow
     counts: Counts
 
+    @property
+    def out_of_patience(self) -> bool:
+        best, patience = self.state.best, self.recipe.train.patience
+        return patience is not None and best is not None and best.since >= patience
+
 
 def train(recipe: Recipe) -> Path:
     """Run the recipe's training and return the folder of its export. Every rank calls it."""
@@ -74,14 +97,16 @@ def train(recipe: Recipe) -> Path:
         grad_norm = train_step(run, step)
         run.state.step = done = step + 1
         save = due(done, recipe.train.checkpoint_every_steps, run)
-        if save or due(
-            done, recipe.train.log_every_steps, run
-        ):  # so that nothing unchecked is saved, and a resumed curve is the same
+        evaluations = evaluations_due(run, done)
+        # Also before these, so that nothing unchecked is saved, and a resumed curve is the same.
+        if save or evaluations or due(done, recipe.train.log_every_steps, run):
             log_step(run, done, grad_norm)
-        if run.heldout and due(done, recipe.train.eval_every_steps, run):
-            log_heldout(run, done)
-        if save:
+        if evaluations:
+            evaluate_heldout(run, done, evaluations)
+        if save or run.out_of_patience:
             checkpoint(run)
+        if run.out_of_patience:
+            break
     return finish(run)
 
 
@@ -112,7 +137,7 @@ def start(recipe: Recipe) -> Run:
     folder = Path(recipe.output_dir)
     check_folder(folder)
     saved = checkpoints(folder / "checkpoints")
-    if saved and not recipe.train.resume:
+    if (saved or (folder / "checkpoints" / BEST).exists()) and not recipe.train.resume:
         raise ValueError(
             f"output_dir = {folder}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
         )
@@ -125,6 +150,8 @@ def start(recipe: Recipe) -> Run:
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
     heldout = heldout_examples(o) if recipe.data.heldout else []
+    prompts = heldout_prompts(o) if recipe.data.heldout else []
+    check_heldout(recipe, heldout, prompts)
     total = recipe.train.max_steps or stream.steps_of(recipe.train.num_epochs)
     if not total:
         raise ValueError(
@@ -146,17 +173,24 @@ def start(recipe: Recipe) -> Run:
         say(f"resumed from {saved[-1]} at step {state.step}")
     elif recipe.train.resume:
         say(f"train.resume: no checkpoint in {folder / 'checkpoints'}; starting at step 0")
+    if recipe.train.resume:
+        note = resume_best(folder / "checkpoints", state, recipe.train.best_metric)
+        if note:
+            say(note)
+    ranks.barrier()  # nobody writes before all have read
     tracker = None
     if ranks.is_rank0():
         folder.mkdir(parents=True, exist_ok=True)
         recipe.provenance = provenance()
         if not saved:  # what an earlier run here measured must not end up on this one's model card
-            (folder / "evaluation.json").unlink(missing_ok=True)
+            for name in ("evaluation.json", "client.json"):
+                (folder / name).unlink(missing_ok=True)
         if saved:  # the first start stays on record
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
         write_certificate(certificate, folder / CERTIFICATE)
+        (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()
     module.train()
@@ -166,6 +200,7 @@ def start(recipe: Recipe) -> Run:
         outline=o,
         stream=stream,
         heldout=heldout,
+        prompts=prompts,
         module=module,
         engine=engine,
         device=device,
@@ -175,6 +210,21 @@ def start(recipe: Recipe) -> Run:
         window=MetricWindow(),
         counts=Counts(),
     )
+
+
+def check_heldout(recipe: Recipe, heldout: list[TokenizedExample], prompts: list[Prompt]) -> None:
+    """Raise ValueError where a knob needs held-out rows that are not there."""
+    train = recipe.train
+    require_client(recipe.evaluate, prompts=bool(prompts))
+    if train.decode_every_steps is not None and not prompts:
+        raise ValueError(
+            f"train.decode_every_steps = {train.decode_every_steps}: data.heldout = {recipe.data.heldout} has no usable prompt to decode"
+        )
+    if (train.patience or train.export_best) and train.best_metric.startswith("heldout/") and not heldout:
+        raise ValueError(
+            f"train.best_metric = {train.best_metric}: data.heldout = {recipe.data.heldout} has prompts without answers; regenerate them "
+            "with the target, or set train.best_metric=decoded/tau and train.decode_every_steps"
+        )
 
 
 def check_folder(folder: Path) -> None:
@@ -190,7 +240,7 @@ def progress(run: Run) -> tqdm:
     """The remaining steps, behind a progress bar on rank 0."""
     first, shown = run.state.step, run.recipe.track.progress and ranks.is_rank0()
     bar = tqdm(
-        range(first, run.total_steps),
+        range(first, first if run.out_of_patience else run.total_steps),
         initial=first,
         total=run.total_steps,
         desc="training",
@@ -216,14 +266,54 @@ def checkpoint(run: Run) -> None:
 
 
 def finish(run: Run) -> Path:
-    """Export the drafter and close the books."""
-    exported = export_folder(run.recipe)
+    """Export the drafter, have it decoded by an independent client, and close the books. Raises CheckFailed on a train/serve gap."""
+    exported, report = export_folder(run.recipe), None
     if run.tracker:
-        run.tracker.finish()
-        export_run(run.outline, run.module.drafter.state_dict(), exported, step=run.state.step)
+        weights, facts = chosen(run)
+        export_run(run.outline, weights, exported, **facts)
         say(f"exported to {exported}")
-    ranks.barrier()
+        report = check_client(run, exported, weights, facts)
+        say(f"report: {write_report(run.folder)}")
+        run.tracker.finish()  # after all this: it may wait for a network
+    ranks.meet()  # a large target may decode for longer than a collective waits
+    if report and report.gap:
+        raise CheckFailed(report.alarm())
     return exported
+
+
+def chosen(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What to export, the last drafter or with train.export_best that of checkpoints/best: weights, and for its card its step and
+    what chose it."""
+    best, last = run.state.best, run.state.step
+    if run.out_of_patience:
+        say(
+            f"stopped at step {last}: {best.since} evaluations without a {best.metric} above {best.value:.4f} of step {best.step}"
+        )
+    if not run.recipe.train.export_best or best is None:
+        if run.recipe.train.export_best:
+            say(f"train.export_best: {run.recipe.train.best_metric} never had a value; the last drafter is exported")
+        return run.module.drafter.state_dict(), {"step": last}
+    say(f"exporting the best drafter: {best.metric} {best.value:.4f} at step {best.step} of {last}")
+    by = f"{best.metric} {best.value:.4f}, the best of a run of {last} steps"
+    return load_weights(run.folder / "checkpoints" / BEST), {"step": best.step, "chosen_by": by}
+
+
+def check_client(run: Run, exported: Path, weights: dict[str, torch.Tensor], facts: dict[str, Any]) -> GapReport | None:
+    """What `client.gap_alarm` finds in the export; written, logged, and stated on its card. Rank 0 only; the training is over by then."""
+    config = run.recipe.evaluate
+    if config.client is ClientCheck.off or not run.prompts:
+        return None
+    run.engine.optimizer.zero_grad(set_to_none=True)
+    run.engine.optimizer.state.clear()  # it is saved; a client needs the memory
+    dtype = getattr(torch, run.recipe.export.precision.value)
+    run.module.drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
+    run.module.eval()
+    report = gap_alarm(exported, run.module, run.prompts, config, stop_ids(run.outline, run.module.target))
+    report.write(run.folder)
+    rewrite_card(run.outline, exported, report.weights, **facts)
+    run.tracker.log(run.state.step, report.metrics())
+    say(report.line())
+    return report
 
 
 def export_folder(recipe: Recipe) -> Path:
@@ -281,20 +371,51 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
             run.counts.bar.set_postfix_str(f"loss {loss:.3f} {accept}")
 
 
-def log_heldout(run: Run, done: int) -> None:
-    """Teacher-forced acceptance on held-out rows. A collective."""
-    tables = teacher_forced(run.module, run.heldout)
+def evaluations_due(run: Run, done: int) -> list[str]:
+    """Which of "heldout" (teacher-forced) and "decoded" are due after a step."""
+    train = run.recipe.train
+    due_now = ["heldout"] if run.heldout and due(done, train.eval_every_steps, run) else []
+    decode = train.decode_every_steps is not None and due(done, train.decode_every_steps, run)
+    return [*due_now, "decoded"] if decode else due_now
+
+
+def evaluate_heldout(run: Run, done: int, evaluations: list[str]) -> None:
+    """Held-out acceptance: logged, compared with the best so far. A collective; its time is no part of the speed that is logged."""
+    began = time.perf_counter()
+    values: Values = {}
+    if "heldout" in evaluations:
+        values |= teacher_forced_values(run.module, run.heldout)
+    if "decoded" in evaluations:
+        prompts = first_of_each_domain(run.prompts, run.recipe.train.decode_prompts)
+        values |= decoded_values(run.module, prompts, run.recipe.evaluate, stop_ids(run.outline, run.module.target))
+    seconds = time.perf_counter() - began
+    run.counts.since += seconds
     if run.tracker:
-        values = {
-            f"heldout/{name}" + ("" if domain == "all" else f"/{domain}"): t["value"]
-            for name, table in tables.items()
-            for domain, t in table.items()
-            if t["value"] is not None
-        }
-        run.tracker.log(done, values)
-        if "heldout/walk_tau" in values:
-            text = f"step {done}: held-out walk tau {values['heldout/walk_tau']:.3f}, base {values['heldout/base_walk_tau']:.3f}"
-            tqdm.write(text, file=sys.stderr)
+        known = {name: value for name, value in values.items() if value is not None}
+        run.tracker.log(done, known | {"perf/eval_seconds": seconds})
+        shown = [n for n in ("heldout/walk_tau", "heldout/base_walk_tau", "decoded/tau") if n in known]
+        tqdm.write(f"step {done}: " + ", ".join(f"{n} {known[n]:.3f}" for n in shown), file=sys.stderr)
+    keep_best(run, done, values)
+
+
+def keep_best(run: Run, done: int, values: Values) -> None:
+    """Save the drafter as checkpoints/best where train.best_metric is the highest so far; count evaluations without one."""
+    metric = run.recipe.train.best_metric
+    kind = metric.partition("/")[0] + "/"
+    if not any(name.startswith(kind) for name in values):
+        return  # the other kind of evaluation
+    if metric not in values:
+        names = ", ".join(name for name in values if name.startswith(kind))
+        raise ValueError(f"train.best_metric = {metric}: no such metric is logged; name one of {names}")
+    value, best = values[metric], run.state.best
+    if value is None or (best is not None and done <= best.step):
+        return  # nothing was measured, or this evaluation is done again after a resume
+    if best is not None and value <= best.value:
+        best.since += 1
+        return
+    run.state.best = Best(metric=metric, value=value, step=done)
+    if ranks.is_rank0():
+        save_best(run.folder / "checkpoints", run.module.drafter, run.state)
 
 
 def _memory_gib(device: torch.device) -> float:

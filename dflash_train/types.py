@@ -52,11 +52,12 @@ class TokenizedExample:
 
 @dataclass(kw_only=True)
 class Prompt:
-    """A held-out prompt as token ids."""
+    """A held-out prompt as token ids. tags: what else its results are split by, such as {"thinking": "on"}."""
 
     id: str
     domain: str
     token_ids: list[int]
+    tags: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema: python scripts/write_docs.py [--check]."""
+"""Write docs/configuration.md from the schema, and the metrics in docs/dashboards.md: python scripts/write_docs.py [--check]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dflash_train.config.load import default_text, knobs, type_name
-from dflash_train.metrics import TABLE
+from dflash_train.metrics import LOGGED, TABLE
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -28,20 +28,29 @@ def configuration() -> str:
         star = "*" if field.metadata["identity"] else ""
         cells = [f"`{name}`{star}", type_name(kind), default_text(field), field.metadata["help"]]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    lines += ["", "## Metrics", "", "In `metrics.jsonl`, under `train/`, pooled over ranks and micro-batches.", ""]
-    lines += ["| metric | formula |", "|---|---|", *(f"| `{k}` | {v} |" for k, v in TABLE.items())]
+    lines += ["", "## Metrics", "", "[dashboards.md](dashboards.md) says what is logged."]
     return "\n".join(lines) + "\n"
 
 
+def dashboards() -> str:
+    """docs/dashboards.md with its table of metrics made anew."""
+    begin, end = "<!-- metrics -->\n", "<!-- end of metrics -->"
+    before, _, rest = (DOCS / "dashboards.md").read_text().partition(begin)
+    texts = {**{f"train/{name}": text for name, text in TABLE.items()}, **LOGGED}
+    lines = ["| metric | what it is |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in texts.items())]
+    return before + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
+
+
 def main() -> int:
-    path = DOCS / "configuration.md"
-    if "--check" in sys.argv[1:]:
-        if path.read_text() != configuration():
-            print("docs/configuration.md is out of date: python scripts/write_docs.py", file=sys.stderr)
-            return 1
-        return 0
-    path.write_text(configuration())
-    return 0
+    code = 0
+    for name, text in (("configuration.md", configuration()), ("dashboards.md", dashboards())):
+        path = DOCS / name
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text)
+        elif path.read_text() != text:
+            print(f"docs/{name} is out of date: python scripts/write_docs.py", file=sys.stderr)
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

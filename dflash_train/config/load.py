@@ -330,10 +330,17 @@ def parse_command(argv: list[str], *, prog: str, description: str) -> Recipe:
     return load_recipe(args.config, args.overrides)
 
 
+class CheckFailed(Exception):
+    """What a command checked does not hold: nothing was asked wrongly, but the result is not good. Exit code 1."""
+
+
 def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
-    """Run a command's main: a user's mistake is one line on stderr and exit code 2, Ctrl-C one word and 130; no traceback."""
+    """Run a command's main: a user's mistake is one line on stderr and exit code 2, a failed check 1, Ctrl-C one word and 130; no traceback."""
     try:
         code = main(sys.argv[1:])
+    except CheckFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except ValueError as error:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise

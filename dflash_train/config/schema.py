@@ -76,6 +76,14 @@ class LongDocuments(enum.Enum):
     window = "window"
 
 
+class ClientCheck(enum.Enum):
+    """Whether an independent client decodes from the export."""
+
+    auto = "auto"
+    required = "required"
+    off = "off"
+
+
 class ReasoningRows(enum.Enum):
     """What becomes of a multi-turn conversation whose template is not prefix-preserving."""
 
@@ -329,6 +337,17 @@ class TrainConfig:
     seed: int = knob(0, "Seed of initialisation, row order and anchors.")
     log_every_steps: int = knob(10, "Steps per logged metric window.")
     eval_every_steps: int | None = knob(None, "Steps between held-out evaluations; null: only at the end.")
+    decode_every_steps: int | None = knob(
+        None,
+        "Steps between real decodings of held-out prompts while training; null: none. They cost more than evaluations.",
+    )
+    decode_prompts: int = knob(8, "Held-out prompts per domain that those decode.")
+    best_metric: str = knob(
+        "heldout/walk_tau",
+        "Held-out metric whose highest value marks the checkpoint that is kept as best; any name logged under heldout/ or decoded/.",
+    )
+    patience: int | None = knob(None, "Stop after so many evaluations without a better best_metric; null: never.")
+    export_best: bool = knob(False, "Export the best checkpoint rather than the last.")
     checkpoint_every_steps: int | None = knob(500, "Steps between checkpoints; null: only at the end.")
     keep_checkpoints: int = knob(2, "Newest checkpoints kept.")
     resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
@@ -341,6 +360,26 @@ class EvaluateConfig:
     decode: bool = knob(True, "Real speculative decoding with the frozen target, besides the teacher-forced metrics.")
     max_prompts: int | None = knob(None, "Held-out prompts per domain; null: all.")
     max_new_tokens: int = knob(256, "Decoded tokens per prompt at most.")
+    temperature: float = knob(
+        0.0,
+        "Sampling temperature of the target while it is decoded; 0 is greedy. Above 0 losslessness is a matter of distributions.",
+    )
+    top_p: float = knob(1.0, "Nucleus of the target's sampling.")
+    top_k: int = knob(0, "The target samples among its k most likely tokens; 0 is all.")
+    seed: int = knob(0, "Seed of sampling and of the bootstrap.")
+    batch_size: int | None = knob(
+        None,
+        "Prompts decoded together on CUDA; null: as many as the memory holds, at most 256. On a CPU one after the other.",
+    )
+    block_sizes: list[int] = knob(
+        [], "Shorter blocks to decode with besides the trained one (served at 4 or 8 where trained at 16)."
+    )
+    client: ClientCheck = knob(
+        ClientCheck.auto,
+        """Whether z-lab's `dflash` client decodes some prompts from the exported folder, to be compared with the walk: auto where it is
+        installed, required, or off.""",
+    )
+    client_prompts: int = knob(6, "Prompts that the client decodes, shared over the domains.")
     near_tie: float | None = knob(
         None,
         """A first differing token whose two best target logits lie closer than this counts as a tie, not as a loss.
@@ -364,6 +403,8 @@ class TrackConfig:
     wandb: WandbMode = knob(WandbMode.auto, "auto: on when wandb_project is set and you are logged in.")
     wandb_project: str | None = knob(None, "W&B project.")
     wandb_name: str | None = knob(None, "W&B run name; null: the output folder's name.")
+    wandb_group: str | None = knob(None, "W&B group, to show several runs together.")
+    tensorboard: bool = knob(False, "Also write TensorBoard event files to <output_dir>/tensorboard.")
     progress: bool = knob(True, "Progress bar on rank 0.")
 
 

@@ -25,11 +25,13 @@ def validate(recipe: Recipe, where: str) -> None:
         ("train.keep_checkpoints", t.keep_checkpoints), ("data.max_length", recipe.data.max_length),
         ("drafter.num_hidden_layers", d.num_hidden_layers), ("objective.chunk_rows", o.chunk_rows),
         ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
-        ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+        ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens), ("train.decode_prompts", t.decode_prompts),
+        ("evaluate.client_prompts", recipe.evaluate.client_prompts),
     ]:  # fmt: skip
         need(value >= 1, name, value, "must be at least 1")
     for name, value in [
         ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit), ("data.workers", recipe.data.workers),
+        ("train.decode_every_steps", t.decode_every_steps), ("train.patience", t.patience),
         ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
         ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
     ]:  # fmt: skip
@@ -118,6 +120,7 @@ def validate(recipe: Recipe, where: str) -> None:
     gamma = o.loss_decay_gamma
     need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
     need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
+    _validate_choice(recipe, need)
     _validate_regeneration(recipe.regenerate, where, need)
     need(
         recipe.export.precision is not Precision.auto,
@@ -125,6 +128,22 @@ def validate(recipe: Recipe, where: str) -> None:
         "auto",
         "name the format: bfloat16 or float32",
     )
+
+
+def _validate_choice(recipe: Recipe, need: Callable[[bool, str, object, str], None]) -> None:
+    """Which checkpoint is the best, and when to stop."""
+    t, heldout = recipe.train, bool(recipe.data.heldout)
+    decoded = t.best_metric.startswith("decoded/")
+    rule = "name a metric logged under heldout/ or decoded/, such as heldout/walk_tau or decoded/tau"
+    need(decoded or t.best_metric.startswith("heldout/"), "train.best_metric", t.best_metric, rule)
+    rule = "needs real decoding while training: set train.decode_every_steps"
+    need(not decoded or t.decode_every_steps is not None, "train.best_metric", t.best_metric, rule)
+    rule = "needs held-out rows: name a file in data.heldout"
+    need(heldout or t.decode_every_steps is None, "train.decode_every_steps", t.decode_every_steps, rule)
+    need(heldout or t.patience is None, "train.patience", t.patience, rule)
+    need(heldout or not t.export_best, "train.export_best", t.export_best, rule)
+    rule = "counts evaluations while training: set train.eval_every_steps"
+    need(decoded or t.patience is None or t.eval_every_steps is not None, "train.patience", t.patience, rule)
 
 
 def shard_of(text: str) -> tuple[int, int]:

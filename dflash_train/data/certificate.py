@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dflash_train import __version__
 from dflash_train.config.schema import DataConfig
 from dflash_train.data.chat import mask_strategy
 from dflash_train.data.corpus import Corpus
@@ -92,7 +93,8 @@ def certify(data: DataConfig, tokenizer: Any, corpus: Corpus, mask_token_id: int
         mask_token_occurrences=None if mask_token_id is None else corpus.occurrences(mask_token_id)[0],
         versions={
             "python": platform.python_version(),
-            **{name: version(name) for name in ("dflash-train", "transformers", "tokenizers")},
+            "dflash-train": __version__,
+            **{name: version(name) for name in ("transformers", "tokenizers")},
         },
     )
     certificate.digest = digest_of(certificate)

@@ -25,13 +25,14 @@ class Kept:
     """What became of the rows of a data set.
 
     kept: usable rows; dropped: reason -> rows; examples: reason -> the first three "file:line"; notes: things
-    that were done to kept rows (cut, reasoning not rendered), counted and never silent.
+    that were done to kept rows (cut, reasoning not rendered), counted and never silent; origin: what is to be said of who wrote them.
     """
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
+    origin: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dflash_train.drafter.mask import BlockMask
+from dflash_train.drafter.mask import BlockMask, SlotMask
 from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.kernels.varlen import varlen
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,6 +84,33 @@ def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
     return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
+    """The same over a cache of slots. q (1, Hq, Q, D); context k, v (places, Hkv, D), into which the block's own are written."""
+    for cache, own in zip(context_kv, block_kv, strict=True):
+        cache.index_copy_(0, mask.places_Q, own[0].transpose(0, 1).to(cache.dtype))
+    k, v = context_kv
+    out = varlen(
+        q[0].transpose(0, 1).to(k.dtype),
+        k,
+        v,
+        mask.starts_q,
+        mask.starts_k,
+        mask.max_q,
+        mask.max_k,
+        used=mask.used,
+        window=mask.window,
+        causal=mask.is_causal,
+    )
+    return out.transpose(0, 1)[None].to(q.dtype)
+
+
+def attention_for(mask):
+    """The kernel that a mask is made for."""
+    if isinstance(mask, SlotMask):
+        return slot_attention
+    return dense_attention if isinstance(mask, BlockMask) else flex_attention
+
+
 class BlockAttention(nn.Module):
     """Queries from the block; keys and values from the target's features and from the block itself."""
 
@@ -109,8 +137,7 @@ class BlockAttention(nn.Module):
     def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask) -> torch.Tensor:
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2), by)
         block_kv = self.keys_values(x_BQH, by)
-        attend = dense_attention if isinstance(mask, BlockMask) else flex_attention
-        out = attend(q, context_kv, block_kv, mask)
+        out = attention_for(mask)(q, context_kv, block_kv, mask)
         return self.o_proj(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1))
 
 

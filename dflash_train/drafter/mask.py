@@ -22,6 +22,21 @@ class BlockMask:
     block_BNSS: torch.Tensor
 
 
+@dataclass(kw_only=True)
+class SlotMask:
+    """Blocks whose context lies in a cache of slots: `kernels.varlen`'s arguments, and the places (Q,) where the block's own keys are put,
+    right behind their context. The same for every layer but for the window."""
+
+    places_Q: torch.Tensor
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    used: torch.Tensor
+    max_q: int
+    max_k: int
+    window: int | None
+    is_causal: bool
+
+
 def dense_mask(
     blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool
 ) -> BlockMask:

@@ -27,11 +27,37 @@ class CandidateSelector(nn.Module):
         pair = (self.successor_codebook[candidates_MC] * query[:, None]).sum(-1)
         return unary_MC.float() + pair.float()
 
-    def walk(self, hidden_BSH, unary_BSC, candidates_BSC, anchors_B) -> torch.Tensor:
-        """Greedy path (B, S) through the candidates of S drafted slots, from the anchor on."""
-        previous, path = anchors_B, []
+    def walk(
+        self,
+        hidden_BSH: torch.Tensor,
+        unary_BSC: torch.Tensor,
+        candidates_BSC: torch.Tensor,
+        anchors_B: torch.Tensor,
+        uniform_BS: torch.Tensor | None = None,
+        temperature: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Path (B, S) through the candidates of S drafted slots, from the anchor on, and the probabilities (B, S, C) it was drawn from.
+
+        Greedy without `uniform_BS` (draws in [0, 1)); else slot by slot from softmax(scores / temperature).
+        """
+        previous, path, probs = anchors_B, [], []
         for s in range(hidden_BSH.shape[1]):
             scores = self(hidden_BSH[:, s], unary_BSC[:, s], candidates_BSC[:, s], previous)
-            previous = candidates_BSC[:, s].gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+            choice, prob = choose(scores, None if uniform_BS is None else uniform_BS[:, s], temperature)
+            previous = candidates_BSC[:, s].gather(1, choice[:, None])[:, 0]
             path.append(previous)
-        return torch.stack(path, 1)
+            probs.append(prob)
+        return torch.stack(path, 1), torch.stack(probs, 1)
+
+
+def choose(
+    scores_BC: torch.Tensor, uniform_B: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index of the chosen candidate (B,), probabilities (B, C) it was drawn from; one-hot where it is the best one)."""
+    if uniform_B is None:
+        choice = scores_BC.argmax(-1)
+        return choice, torch.nn.functional.one_hot(choice, scores_BC.shape[-1]).to(scores_BC.dtype)
+    probs = (scores_BC / temperature).softmax(-1)
+    sums = probs.cumsum(-1)
+    choice = (sums <= uniform_B[:, None] * sums[:, -1:]).sum(-1).clamp(max=scores_BC.shape[-1] - 1)
+    return choice, probs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(kw_only=True)
@@ -44,6 +44,16 @@ class Answer:
     error: str | None = None
     status: int | None = None
     tries: int = 1
+
+
+class Decoded(NamedTuple):
+    """token_ids of an answer, its stop token included; finish_reason "stop" or "length"; rounds: tokens gained by each verification, where
+    it was decoded speculatively, and how many of them were accepted drafts."""
+
+    token_ids: list[int]
+    finish_reason: str
+    rounds: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 class Backend(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dflash_train.config.schema import Recipe
-from dflash_train.generation.base import Answer, Request
-from dflash_train.generation.padded import Decoded, decode
-from dflash_train.generation.slots import Slots, cache_bytes_per_token, difference_from_plain
+from dflash_train.generation.base import Answer, Decoded, Request
+from dflash_train.generation.padded import decode
+from dflash_train.generation.slots import Slots, difference_from_plain, slots_that_fit
 from dflash_train.target.hf import load_model
 from dflash_train.target.varlen import TOLERANCE, enable_varlen
 
@@ -81,13 +81,12 @@ class Embedded:
     def _answer(self, request: Request, decoded: Decoded | None) -> Answer:
         if decoded is None:
             return Answer(error="out_of_memory")
-        token_ids, finish_reason = decoded
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(decoded.token_ids, skip_special_tokens=True)
         return Answer(
             message={"role": "assistant", "content": text},
             prompt_ids=request.prompt_ids,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
+            token_ids=decoded.token_ids,
+            finish_reason=decoded.finish_reason,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -112,17 +111,14 @@ def _slots_that_fit(model: Any, length: int, most: int | None) -> tuple[int, str
     if why_not is not None:
         return 0, why_not
     try:
-        per_token = cache_bytes_per_token(model)
         difference = difference_from_plain(model, model.get_input_embeddings().num_embeddings)
+        fit = slots_that_fit(model, length)
     except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         model.set_attn_implementation("sdpa")
         return 0, f"this target does not run in them ({type(error).__name__}: {str(error).splitlines()[0]})"
     if not difference < TOLERANCE:
         model.set_attn_implementation("sdpa")
         return 0, f"their logits differ from the ordinary forward's by {difference:.1e}"
-    free, _ = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    fit = int(0.8 * free / (per_token * length))
-    if fit < 2:
-        return 0, f"a slot of regenerate.max_length = {length} tokens takes {per_token * length / 2**30:.1f} GiB"
-    return min(fit - 1, most or MOST_SLOTS), None
+    if fit < 1:
+        return 0, f"the memory does not hold one slot of regenerate.max_length = {length} tokens"
+    return min(fit, most or MOST_SLOTS), None

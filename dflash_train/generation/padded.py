@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from dflash_train.generation.base import Request
+from dflash_train.generation.base import Decoded, Request
 from dflash_train.kernels.sample import sample
 from dflash_train.target.cache import make_cache
-
-Decoded = tuple[list[int], str]  # token ids including the stop token; "stop" or "length"
 
 
 @torch.inference_mode()
@@ -77,7 +75,7 @@ def decode(model: Any, requests: list[Request], stop_ids: set[int]) -> list[Deco
             cache.batch_select_indices(index)
             input_BT, mask_BT, position_BT = input_BT[index], mask_BT[index], position_BT[index]
             rows = [rows[i] for i in left]
-    return [(ids, "stop" if ids[-1] in stop_ids else "length") for ids in answers]
+    return [Decoded(ids, "stop" if ids[-1] in stop_ids else "length") for ids in answers]
 
 
 def sampling_tensors(requests: list[Request], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash_train.generation.base import Request
-from dflash_train.generation.padded import Decoded, sampling_tensors
+from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.generation.base import Decoded, Request
+from dflash_train.generation.padded import sampling_tensors
 from dflash_train.kernels.sample import sample
 from dflash_train.target.varlen import NO_MASK_SHAPE
 
@@ -56,11 +57,15 @@ class _Occupant:
 class Slots:
     """Decodes requests of at most `length` tokens, prompt and answer together, and `max_new` of answer."""
 
+    ahead = 0  # places behind `length` that a step may write to
+    draws = 1  # uniform draws per step at a temperature
+
     def __init__(
         self, model: nn.Module, stop_ids: set[int], *, slots: int, length: int, max_new: int, graphs: bool = True
     ):
         self.stop_ids = stop_ids
         self.model, self.length_limit, self.max_new = model, length, max_new
+        self.stride = length + self.ahead
         self.device = next(model.parameters()).device
         self.slots, self.scratch = slots, slots  # the slot behind the others takes what must go nowhere
         self.use_graphs = graphs and self.device.type == "cuda"
@@ -68,11 +73,11 @@ class Slots:
         new = lambda dtype, *shape: torch.zeros(count, *shape, dtype=dtype, device=self.device)  # noqa: E731
         self.token, self.length, self.count, self.limit = (new(torch.long) for _ in range(4))
         self.temperature, self.top_p, self.top_k = new(torch.float32), new(torch.float32), new(torch.long)
-        self.uniform, self.out = new(torch.float32, max_new), new(torch.int32, max_new)
+        self.uniform, self.out = new(torch.float32, max_new * self.draws), new(torch.int32, max_new + 1)
         self.done = torch.ones(count, dtype=torch.bool, device=self.device)
         self.stop = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.device)
         self.no_mask = torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device)
-        self.cache = SlotCache(count, length)
+        self.cache = SlotCache(count, self.stride)
         self.occupants: list[_Occupant | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
         self.waiting: deque[tuple[int, Request]] = deque()
@@ -121,7 +126,7 @@ class Slots:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         ids = torch.tensor([token for request in requests for token in request.prompt_ids])
         positions = torch.cat([torch.arange(length) for length in lengths])
-        base = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)) * self.length_limit
+        base = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)) * self.stride
         ids, positions, places, last = self._put(ids, positions, base + positions, ends[1:] - 1)
         (starts,) = self._put(ends.int())
         self.cache.places, self.cache.prefill = places, True
@@ -143,7 +148,7 @@ class Slots:
     def _decode(self, slot_N: torch.Tensor) -> torch.Tensor:
         """One token of each slot through the model: logits (N, V)."""
         length_N = self.length[slot_N]
-        begins_N = slot_N * self.length_limit
+        begins_N = slot_N * self.stride
         self.cache.places = begins_N + length_N
         return self.model(
             input_ids=self.token[slot_N][None],
@@ -154,7 +159,7 @@ class Slots:
             cu_seq_lens_q=torch.arange(len(slot_N) + 1, dtype=torch.int32, device=self.device),
             cu_seq_lens_k=torch.cat([begins_N, begins_N[-1:]]).int(),
             max_length_q=1,
-            max_length_k=self.length_limit,
+            max_length_k=self.stride,
             seqused_k=(length_N + 1).int(),
         ).logits[0]
 
@@ -212,26 +217,41 @@ class Slots:
     def _seat(self, slots: list[int], requests: list[Request]) -> None:
         lengths = torch.tensor([len(request.prompt_ids) for request in requests])
         limits = torch.tensor([request.max_new_tokens for request in requests])
-        draws = torch.zeros(len(requests), self.max_new)
+        draws = torch.zeros(len(requests), self.max_new * self.draws)
         for row, request in zip(draws, requests, strict=True):
             if request.temperature > 0:
-                generator = torch.Generator().manual_seed(request.seed)
-                row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=generator)
+                count = request.max_new_tokens * self.draws
+                row[:count] = torch.rand(count, generator=torch.Generator().manual_seed(request.seed))
         sampling = sampling_tensors(requests, torch.device("cpu"))
         slot_N, length_N, limit_N, uniform_NT, temperature_N, top_p_N, top_k_N = self._put(
             torch.tensor(slots), lengths, limits, draws, *sampling
         )
         logits_NV = self._prefill(slots, requests)
+        self._clear(slot_N)
         self.length[slot_N], self.limit[slot_N], self.uniform[slot_N] = length_N, limit_N, uniform_NT
         self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N] = temperature_N, top_p_N, top_k_N
         self.count[slot_N], self.done[slot_N] = 0, False
         self._emit(slot_N, logits_NV)
 
+    def _clear(self, slot_N: torch.Tensor) -> None:
+        """Reset what a variant keeps per slot."""
+
+    def _sizes(self) -> list[int]:
+        """Numbers of slots that a step is made for, falling: all, half of them, and so on."""
+        sizes = [self.slots]
+        while sizes[-1] // 2 >= SMALLEST:
+            sizes.append(sizes[-1] // 2)
+        return sizes
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture all graphs now."""
+        for size in self._sizes() if self.use_graphs else []:
+            self._graph(size)
+
     def _run_period(self) -> None:
         taken = [slot for slot, occupant in enumerate(self.occupants) if occupant is not None]
-        size = self.slots
-        while size // 2 >= max(len(taken), SMALLEST):
-            size //= 2
+        size = next(size for size in reversed(self._sizes()) if size >= len(taken))
         chosen = torch.tensor(taken + [self.scratch] * (size - len(taken)))
         (slot_N,) = self._put(chosen)
         if self.use_graphs:
@@ -277,26 +297,32 @@ class Slots:
         ]
         if not finished:
             return []
-        rows, counts = self._fetch(finished, event)
+        columns = self._fetch(finished, event)
         answers = []
-        for slot, ids, count in zip(finished, rows, counts, strict=True):
+        for slot, *values in zip(finished, *columns, strict=True):
             occupant = self.occupants[slot]
             assert occupant is not None
             self.occupants[slot] = None
             self.free.append(slot)
-            answers.append((occupant.key, (ids[:count], "stop" if ids[count - 1] in self.stop_ids else "length")))
+            answers.append((occupant.key, self._decoded(*values)))
         return answers
 
-    def _fetch(self, slots: list[int], event: torch.cuda.Event | None) -> tuple[list[list[int]], list[int]]:
-        """Tokens and counts of slots that are done; their state does not change any more, so another stream may read it."""
+    def _results(self) -> tuple[torch.Tensor, ...]:
+        """Per slot, what `_decoded` is given."""
+        return self.out, self.count
+
+    def _decoded(self, ids: list[int], count: int) -> Decoded:
+        return Decoded(ids[:count], "stop" if ids[count - 1] in self.stop_ids else "length")
+
+    def _fetch(self, slots: list[int], event: torch.cuda.Event | None) -> list[list[Any]]:
+        """Results of slots that are done; their state does not change any more, so another stream may read it."""
         if self.side is None:
             index = torch.tensor(slots)
-            return self.out[index].tolist(), self.count[index].tolist()
+            return [result[index].tolist() for result in self._results()]
         with torch.cuda.stream(self.side):
             self.side.wait_event(event)
             index = torch.tensor(slots).pin_memory().to(self.device, non_blocking=True)
-            out, count = self.out[index], self.count[index]
-            return out.cpu().tolist(), count.cpu().tolist()
+            return [result.cpu().tolist() for result in [result[index] for result in self._results()]]
 
 
 def cache_bytes_per_token(model: nn.Module) -> int:
@@ -305,6 +331,16 @@ def cache_bytes_per_token(model: nn.Module) -> int:
     with torch.inference_mode():
         cache = model(input_ids=torch.tensor([[0]], device=device), use_cache=True).past_key_values
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def slots_that_fit(model: nn.Module, length: int, draft: DrafterSpec | None = None) -> int:
+    """How many slots of `length` tokens the free memory holds, a fifth of it left for everything else; the drafter's cache counted too."""
+    per_token = cache_bytes_per_token(model)
+    if draft is not None:
+        per_token += 4 * draft.num_hidden_layers * draft.num_key_value_heads * draft.head_dim
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(0.8 * free / (per_token * length)) - 1
 
 
 @torch.inference_mode()

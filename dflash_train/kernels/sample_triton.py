@@ -45,10 +45,8 @@ def threshold(row, V, floor, need, top, inverse, COUNTS: tl.constexpr, BITS: tl.
 
 
 @triton.jit
-def sample_row(logits, uniform, temperature, top_p, top_k, out, V, stride, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """logits (B, V) with row stride `stride`; BITS: 16 for bfloat16, whose lower bits are zero, else 32; out int64 (B,)."""
-    b = tl.program_id(0)
-    row = logits + b.to(tl.int64) * stride
+def best_of(row, V, BLOCK: tl.constexpr):
+    """(largest logit, its first index)."""
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
     firsts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
@@ -57,22 +55,55 @@ def sample_row(logits, uniform, temperature, top_p, top_k, out, V, stride, BITS:
         firsts = tl.where(x > tops, at, firsts)
         tops = tl.maximum(tops, x)
     top = tl.max(tops)
-    best = tl.min(tl.where(tops == top, firsts, V))
+    return top, tl.min(tl.where(tops == top, firsts, V))
+
+
+@triton.jit
+def kept_from(row, V, top, inverse, k, p, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """(least key that top_k and then top_p keep, sum of exp((x - top) / T) over what is kept)."""
+    lowest = k * 0 - 2147483647 - 1
+    least = lowest
+    if (k > 0) & (k < V):
+        least = threshold(row, V, lowest, k.to(tl.float32), top, inverse, True, BITS, BLOCK)
+    total = mass_from(row, V, least, top, inverse, False, BLOCK)
+    if p < 1.0:
+        least = threshold(row, V, least, p * total, top, inverse, False, BITS, BLOCK)
+        total = mass_from(row, V, least, top, inverse, False, BLOCK)
+    return least, total
+
+
+@triton.jit
+def filter_row(
+    logits, temperature, top_p, top_k, leasts, tops, totals, V, stride, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """logits (B, V) with row stride `stride`; BITS: 16 for bfloat16, whose lower bits are zero, else 32; outputs float32 (B,)."""
+    b = tl.program_id(0)
+    row = logits + b.to(tl.int64) * stride
+    top, best = best_of(row, V, BLOCK)
+    T = tl.load(temperature + b)
+    inverse = tl.where(T == 0.0, 1.0, 1.0 / T)
+    k = tl.load(top_k + b).to(tl.int32)
+    least, total = kept_from(row, V, top, inverse, k, tl.load(top_p + b), BITS, BLOCK)
+    # The key's float: the order was a reflection of the negative half, which is its own inverse.
+    smallest = (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(leasts + b, tl.where(least == -2147483647 - 1, float("-inf"), smallest))
+    tl.store(tops + b, top)
+    tl.store(totals + b, total)
+
+
+@triton.jit
+def sample_row(logits, uniform, temperature, top_p, top_k, out, V, stride, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """As `filter_row`, and the token that `uniform` draws: out int64 (B,)."""
+    b = tl.program_id(0)
+    row = logits + b.to(tl.int64) * stride
+    top, best = best_of(row, V, BLOCK)
     T = tl.load(temperature + b)
     if T == 0.0:
         tl.store(out + b, best.to(tl.int64))
     else:
         inverse = 1.0 / T
-        lowest = best * 0 - 2147483647 - 1
-        least = lowest
         k = tl.load(top_k + b).to(tl.int32)
-        if (k > 0) & (k < V):
-            least = threshold(row, V, lowest, k.to(tl.float32), top, inverse, True, BITS, BLOCK)
-        total = mass_from(row, V, least, top, inverse, False, BLOCK)
-        p = tl.load(top_p + b)
-        if p < 1.0:
-            least = threshold(row, V, least, p * total, top, inverse, False, BITS, BLOCK)
-            total = mass_from(row, V, least, top, inverse, False, BLOCK)
+        least, total = kept_from(row, V, top, inverse, k, tl.load(top_p + b), BITS, BLOCK)
         goal = tl.load(uniform + b) * total
         before = 0.0
         chosen = best * 0 + V

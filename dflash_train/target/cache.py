@@ -48,7 +48,10 @@ def make_cache(config: Any) -> DynamicCache:
     """A cache for a model with this config that can be rolled back; other kinds of layer keep transformers' own."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    cache.activate_past_recording()
+    for layer in cache.layers:
+        # A sliding layer keeps what it would drop until it is cropped; a linear-attention state is gone anyway (see Snapshot).
+        if not isinstance(layer, LinearAttentionLayer) and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
     return cache
 
 
@@ -61,6 +64,34 @@ def can_roll_back(cache: DynamicCache) -> bool:
 def crop(cache: DynamicCache, length: int) -> None:
     """Forget everything after the first `length` tokens."""
     cache.crop(length - cache.get_seq_length())
+
+
+class Snapshot:
+    """A cache as it is now, to go back to where `crop` is not enough: linear-attention states are copied, the rest is cropped."""
+
+    def __init__(self, cache: DynamicCache):
+        self.length = cache.get_seq_length()
+        self.states = [_states(layer) if isinstance(layer, LinearAttentionLayer) else None for layer in cache.layers]
+
+    def restore(self, cache: DynamicCache) -> None:
+        for layer, states in zip(cache.layers, self.states, strict=True):
+            if states is not None:
+                for name, kept in states.items():
+                    setattr(layer, name, {key: _copy(value) for key, value in kept.items()})
+            if isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, self.length - layer.get_seq_length())
+
+
+def _states(layer: LinearAttentionLayer) -> dict[str, dict[int, Any]]:
+    names = (
+        "conv_states", "recurrent_states", "has_previous_state", "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+    )  # fmt: skip
+    return {name: {key: _copy(value) for key, value in getattr(layer, name).items()} for name in names}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def grouped_attention(

@@ -99,6 +99,11 @@ class HFTarget:
         return hook
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether sequences are read without padding (`target.varlen`), which decoding in slots needs."""
+        return text_config(self.model.config)._attn_implementation == "varlen"
+
+    @property
     def head_VH(self) -> torch.Tensor:
         return self._head
 
@@ -108,7 +113,7 @@ class HFTarget:
     @torch.no_grad()
     def read(self, batch: PackedBatch) -> TargetFeatures:
         self._captured.clear()
-        if text_config(self.model.config)._attn_implementation == "varlen":
+        if self.side_by_side:
             return self._read_side_by_side(batch)
         self.reader(
             input_ids=batch.token_ids_BT,
@@ -116,7 +121,7 @@ class HFTarget:
             attention_mask=self._mask(batch.document_ids_BT),
             use_cache=False,
         )
-        return TargetFeatures(self._collect())
+        return TargetFeatures(self.collect())
 
     def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
         """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
@@ -131,9 +136,14 @@ class HFTarget:
             max_length_q=batch.longest,
             max_length_k=batch.longest,
         )
-        return TargetFeatures(self._collect().view(B, T, -1))
+        return TargetFeatures(self.collect().view(B, T, -1))
 
-    def _collect(self) -> torch.Tensor:
+    def clear(self) -> None:
+        """Forget what earlier forwards left."""
+        self._captured.clear()
+
+    def collect(self) -> torch.Tensor:
+        """Features (B, T, F) of the forward since `clear`."""
         missing = [i for i in self.layer_ids if i not in self._captured]
         if missing:
             raise ValueError(
@@ -210,7 +220,7 @@ class HFTarget:
         logits = self.model(
             input_ids=token_ids_BL, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
         ).logits
-        return logits, TargetFeatures(self._collect())
+        return logits, TargetFeatures(self.collect())
 
 
 def text_backbone(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Attention over sequences laid side by side without padding: flash attention on CUDA in 16 bits, a plain loop elsewhere.
+"""Targets whose sequences lie side by side without padding.
 
 The transformers attention "varlen" is torch's sdpa until a forward is given `cu_seq_lens_q` and its companions (named as transformers names
 them); then every query sees its own sequence only.
@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dflash_train.kernels.varlen import varlen
 from dflash_train.target.info import text_config
 
 # A mask of four dimensions is handed through by transformers as it is: nothing is built, nothing looked at.
@@ -50,57 +51,19 @@ def varlen_attention(
         raise ValueError(f"varlen attention has no {', '.join(left_out)}; use sdpa or eager")
     q = query[0].transpose(0, 1)
     k, v = (x if x.dim() == 3 else x[0].transpose(0, 1) for x in (key, value))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    if q.is_cuda:
-        out = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            max_length_q,
-            max_length_k,
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=None if sliding_window is None else sliding_window - 1,
-            window_size_right=None if sliding_window is None else 0,
-            seqused_k=seqused_k,
-        )[0]
-    else:
-        out = _one_by_one(q, k, v, cu_seq_lens_q, cu_seq_lens_k, seqused_k, scale, sliding_window)
+    out = varlen(
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        used=seqused_k,
+        scale=scaling,
+        window=sliding_window,
+    )
     return out[None], None
-
-
-def _one_by_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    used: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """The same, one sequence after the other. q (Tq, Hq, D), k and v (Tk, Hkv, D)."""
-    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
-    group = q.shape[1] // k.shape[1]
-    begins_q, begins_k = starts_q.tolist(), starts_k.tolist()
-    lengths_k = used.tolist() if used is not None else [b - a for a, b in zip(begins_k[:-1], begins_k[1:])]
-    for i, length in enumerate(lengths_k):
-        rows = slice(begins_q[i], begins_q[i + 1])
-        columns = slice(begins_k[i], begins_k[i] + length)
-        L = begins_q[i + 1] - begins_q[i]
-        if L == 0:
-            continue
-        kk, vv = (x[columns].repeat_interleave(group, 1).float() for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float() * scale, kk)
-        distance = (torch.arange(L)[:, None] + length - L - torch.arange(length)).to(q.device)
-        hidden = (distance < 0) | (distance >= (window or length + 1))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, vv).to(q.dtype)
-    return out
 
 
 AttentionInterface.register("varlen", varlen_attention)

@@ -7,15 +7,23 @@ import random
 import numpy as np
 import pytest
 import torch
+import toys
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from dflash_train.config.schema import ObjectiveConfig
 from dflash_train.data.stream import assemble
-from dflash_train.evaluate import move
+from dflash_train.drafter.decode import DraftSession, DraftSlots
+from dflash_train.drafter.model import Drafter
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, difference_from_plain
-from dflash_train.kernels.sample import sample_kernel, sample_reference
+from dflash_train.generation.speculative import SpeculativeSlots
+from dflash_train.generation.verify import Sampling
+from dflash_train.kernels.sample import filter_kernel, filter_reference, kept_weights, sample_kernel, sample_reference
+from dflash_train.method import DraftStep
+from dflash_train.target.hf import HFTarget
 from dflash_train.target.varlen import enable_varlen
 from dflash_train.types import TokenizedExample
+from dflash_train.walk import move
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 CLASSES = {
@@ -48,6 +56,10 @@ def test_the_sampling_kernel_draws_what_sorting_draws(dtype: torch.dtype, vocab:
     uniform = torch.rand(rows, device="cuda", generator=generator)
     expected, got = sample_reference(logits, uniform, *settings), sample_kernel(logits, uniform, *settings)
     assert (expected == got).float().mean() >= 0.99  # a draw within rounding of a boundary may go to the neighbour
+    ours, theirs = filter_kernel(logits, *settings), filter_reference(logits, *settings)
+    weights = [kept_weights(logits, least, top, settings[0]) for least, top, _ in (ours, theirs)]
+    assert ((weights[0] > 0) == (weights[1] > 0)).all(1).float().mean() >= 0.99
+    torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-3)
 
 
 def test_the_sampling_kernel_follows_the_distribution():
@@ -79,7 +91,7 @@ def test_slots_say_what_the_plain_forward_says(name: str, more: dict):
         answers.update(slots.advance())
     assert len(answers) == len(requests)
     assert set(slots.graphs) == {48, 96}
-    for key, (ids, reason) in answers.items():
+    for key, (ids, reason, *_) in answers.items():
         prompt = requests[key].prompt_ids
         assert (ids[-1] in (7, 8)) == (reason == "stop") and len(ids) <= requests[key].max_new_tokens
         assert reason == "stop" or len(ids) == requests[key].max_new_tokens
@@ -127,3 +139,72 @@ def test_packed_rows_read_by_flash_attention_equal_each_document_alone(name: str
             packed = out[b, begin : begin + len(alone)].float()
             assert (packed - alone).norm() / alone.norm() < 0.02
             begin += len(alone)
+
+
+# --- speculative decoding -----------------------------------------------------------------------------------------
+
+
+def make_step(window: int | None) -> DraftStep:
+    model = make_model("qwen3")
+    assert enable_varlen(model) is None
+    info = toys.toy_info(hidden_size=192, vocab_size=1000, num_layers=3)
+    spec = toys.toy_spec(
+        hidden_size=192, vocab_size=1000, num_attention_heads=6, num_key_value_heads=2, head_dim=64, target_layer_ids=(0, 1),
+        num_target_layers=3, sliding_window=window, mask_token_id=999,
+    )  # fmt: skip
+    drafter = toys.randomise(Drafter(spec), scale=0.05).cuda()
+    return DraftStep(drafter, HFTarget(model, info, (0, 1)), ObjectiveConfig(), flex=False, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("window", [None, 24])
+def test_batched_speculative_decoding_keeps_what_the_target_says(window: int | None, temperature: float):
+    step, source = make_step(window), random.Random(0)
+    prompts = [[source.randrange(1000) for _ in range(source.randrange(1, 60))] for _ in range(100)]
+    requests = [
+        Request(messages=[], prompt_ids=p, max_new_tokens=source.randrange(1, 50), seed=i, temperature=temperature)
+        for i, p in enumerate(prompts)
+    ]
+    slots = SpeculativeSlots(step, {7, 8}, slots=64, length=128, max_new=50, sampling=Sampling(temperature))
+    slots.warm_up()
+    for key, request in enumerate(requests):
+        slots.submit(key, request)
+    answers = {}
+    while slots.in_flight:
+        answers.update(slots.advance())
+    for key, (ids, reason, rounds, _) in answers.items():
+        assert sum(rounds) == len(ids) - 1 and (ids[-1] in (7, 8)) == (reason == "stop")
+        assert reason == "stop" or len(ids) == requests[key].max_new_tokens
+        if temperature == 0:
+            prompt = prompts[key]
+            logits = step.target.model(input_ids=torch.tensor([prompt + ids], device="cuda"), use_cache=False).logits[0]
+            at = torch.arange(len(prompt) - 1, len(prompt) + len(ids) - 1, device="cuda")
+            chosen = logits[at, torch.tensor(ids, device="cuda")].float()
+            assert (logits[at].float().max(-1).values - chosen).max() < 0.05, key
+    cost = slots.cost()
+    assert 0 < cost["draft_ms"] < cost["cycle_ms"]
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_the_drafter_over_slots_proposes_what_it_proposes_alone(window: int | None):
+    step = make_step(window)
+    lengths, S = [40, 3, 64], 8
+    features = [torch.randn(1, n, 2 * 192, device="cuda", dtype=torch.bfloat16) for n in lengths]
+    drafts = DraftSlots(step.drafter, 4, 128, torch.bfloat16, torch.device("cuda"))
+    begins = torch.tensor([256, 0, 128], device="cuda")
+    ids = torch.randint(1000, (3, S), device="cuda")
+    with torch.no_grad(), step.autocast():
+        for begin, x in zip(begins, features, strict=True):
+            at = torch.arange(x.shape[1], device="cuda")
+            drafts.extend(x, at[None], begin + at)
+        slots_N = torch.tensor([8, 8, 5], device="cuda")
+        together = drafts.hidden(
+            step.embed(ids).view(1, 3 * S, -1), begins, torch.tensor(lengths, device="cuda"), slots_N
+        )
+        for i, x in enumerate(features):
+            session = DraftSession(step.drafter)
+            session.extend(x)
+            n = int(slots_N[i])
+            alone = session.hidden(step.embed(ids[i : i + 1, :n]))[0].float()
+            ours = together.view(3, S, -1)[i, :n].float()
+            assert (ours - alone).norm() / alone.norm() < 0.06

@@ -13,11 +13,11 @@ import toys
 from dflash_train.config.schema import ObjectiveConfig
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter
-from dflash_train.evaluate import move
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import TokenizedExample
+from dflash_train.walk import move
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -82,7 +82,13 @@ def test_the_commands_say_what_they_did(pipeline):
         assert text in said["inspect"]
     for text in ("kept 10 of 10 rows", "target_layer_ids: [1, 3]", "gamma 4", "padding", f"{STEPS} steps"):
         assert text in said["train"]
-    assert said["train"].endswith(f"exported to {run / 'export'}\n")
+    exported, client, report = said["train"].splitlines()[-3:]
+    assert exported == f"exported to {run / 'export'}"
+    assert client.startswith("client: ") and f"decoded 4 prompts from {run / 'export'}: tau" in client
+    assert report == f"report: {run / 'report.html'}"
+    assert (
+        "no train/serve gap" in client and "Train-to-serve check passed" in (run / "export" / "README.md").read_text()
+    )
     assert "lossless" in said["evaluate"] and "walk_tau: even" in said["evaluate"]
     assert "No faults." in said["check"]
 

@@ -34,7 +34,9 @@ data: {{train: [{folder}/rows.jsonl], heldout: [{folder}/rows.jsonl], max_length
 drafter: {{block_size: 4, mask_token_id: 155, target_layer_ids: [1, 3], num_hidden_layers: 1, selector_rank: 8,
           selector_top_k: 4}}
 optimizer: {{lr: 3e-3, eps: 1e-2}}
-train: {{max_steps: {STEPS}, global_batch_size: 4, num_anchors: 4, log_every_steps: 1, eval_every_steps: 3}}
+train: {{max_steps: {STEPS}, global_batch_size: 4, num_anchors: 4, log_every_steps: 1, eval_every_steps: 3,
+        decode_every_steps: 6, decode_prompts: 3}}
+evaluate: {{max_new_tokens: 12}}
 engine: {{timeout_minutes: 1}}
 track: {{wandb: disabled, progress: false}}
 """)
@@ -60,7 +62,8 @@ def test_two_processes_train_what_one_trains(recipe, tmp_path):
     train(load_recipe(str(recipe), [f"output_dir={tmp_path}/one"]))
 
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
-    assert [line["step"] for line in two] == [line["step"] for line in one] and len(one) == STEPS + 2
+    assert [line["step"] for line in two] == [line["step"] for line in one] and len(one) == STEPS + 3
+    assert [line["step"] for line in one if "decoded/tau" in line] == [6] and "client/tau" in one[-1]
     for a, b in zip(one, two, strict=True):
         # Rank 1 adds the empty micro-batches that keep it in step; nothing else may show.
         names = {n for n in a if not n.startswith(("perf/", "data/empty", "data/micro"))}

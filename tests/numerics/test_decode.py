@@ -9,24 +9,16 @@ import pytest
 import torch
 import toys
 
+from dflash_train.acceptance import repeated_tokens
 from dflash_train.config.schema import EvaluateConfig
 from dflash_train.drafter.decode import DraftSession
 from dflash_train.drafter.model import initialise
 from dflash_train.drafter.spec import FULL, SLIDING
-from dflash_train.evaluate import (
-    Prompt,
-    _propose,
-    accepted_at_anchors,
-    decode_report,
-    passed,
-    plain_decode,
-    repeated_tokens,
-    report_text,
-    speculative_decode,
-    teacher_forced,
-    walk_rounds,
-)
+from dflash_train.evaluate import decode_report, passed, report_text
+from dflash_train.generation.single import GREEDY, _propose, plain_decode, speculative_decode
 from dflash_train.objective.loss import transform_logits
+from dflash_train.types import Prompt
+from dflash_train.walk import accepted_at_anchors, teacher_forced, walk_rounds
 
 VARIANTS = {
     "full": {},
@@ -62,8 +54,9 @@ def test_cached_proposals_are_those_of_the_training_forward(variant, slots):
             unary, candidates = logits.topk(spec.selector_top_k)
             expected = step.drafter.candidate_selector.walk(
                 hidden[n, None, 1:], unary[None], candidates[None], torch.tensor([token])
-            )[0]
-        assert _propose(step, session, token, slots).tolist() == expected.tolist()
+            )[0][0]
+        draft = _propose(step, session, token, slots, GREEDY, torch.zeros(1, slots))
+        assert draft.token_ids_NS[0].tolist() == expected.tolist()
 
 
 @torch.no_grad()
@@ -79,7 +72,7 @@ def test_the_walk_is_a_greedy_path_through_the_pair_scores():
         scores = [float(unary[0, t, c] + gate @ selector.successor_codebook[candidates[0, t, c]]) for c in range(8)]
         previous = int(candidates[0, t, int(np.argmax(scores))])
         path.append(previous)
-    assert selector.walk(hidden, unary, candidates, torch.tensor([17]))[0].tolist() == path
+    assert selector.walk(hidden, unary, candidates, torch.tensor([17]))[0][0].tolist() == path
     assert path != candidates[0].gather(1, unary[0].argmax(-1, keepdim=True))[:, 0].tolist()
 
 
@@ -182,7 +175,7 @@ def test_the_report_finds_walk_and_decoding_in_agreement_where_a_stop_token_come
                 step, [Prompt(id="x", domain="d", token_ids=row["prompt_ids"])], config, {answer[at]}
             )
             assert report["lossless"]
-            assert (report["walk_agrees"], report["walk_tau"]) == (1.0, report["tau_all"])
+            assert report["walk_agrees"] == 1.0 and report["walk_tau"].items() <= report["tau_all"].items()
 
 
 def test_the_report_counts_rounds_and_tokens(overfitted):
@@ -193,7 +186,7 @@ def test_the_report_counts_rounds_and_tokens(overfitted):
     assert report["tau_all"]["rounds"] == sum(t["rounds"] for t in report["tau"].values())
     assert report["tau_all"]["value"] == pytest.approx(4 * 27 / report["tau_all"]["rounds"], abs=1e-4)
     assert report["tau_all"]["value"] > 4
-    assert report["walk_tau"] == report["tau_all"]
+    assert report["walk_tau"].items() <= report["tau_all"].items()
 
 
 def test_decoding_that_parts_from_the_walk_is_a_train_serve_gap(overfitted, monkeypatch):
@@ -209,8 +202,12 @@ def test_decoding_that_parts_from_the_walk_is_a_train_serve_gap(overfitted, monk
     bad = report()
     assert bad["lossless"] and bad["train_serve_gap"] and not passed(bad)
     assert bad["parted_ids"] == ["r0", "r1"] and "train/serve gap: decoding took" in report_text(bad)
+    # In 16 bits rounding parts single prompts; what counts is the pooled tau.
     monkeypatch.setattr(overfitted.step, "dtype", torch.bfloat16)
-    assert not report()["train_serve_gap"]  # rounding may part them
+    bad = report()
+    assert bad["train_serve_gap"] and "in 16 bits the two taus may differ by 3%" in report_text(bad)
+    monkeypatch.setattr(DraftSession, "extend", extend)
+    assert not report()["train_serve_gap"]
 
 
 def test_shorter_blocks_than_trained_change_no_token(overfitted):

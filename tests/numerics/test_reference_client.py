@@ -9,8 +9,9 @@ import torch
 import toys
 
 from dflash_train.drafter.decode import DraftSession
-from dflash_train.evaluate import _propose, accepted_at_anchors, plain_decode, speculative_decode, walk_rounds
 from dflash_train.export import CardFacts, write_export
+from dflash_train.generation.single import GREEDY, _propose, plain_decode, speculative_decode
+from dflash_train.walk import accepted_at_anchors, walk_rounds
 
 reference = pytest.importorskip("dflash.model")
 
@@ -55,7 +56,8 @@ def test_hidden_states_and_proposals_are_ours(overfitted, client, slots):
             session.extend(features[:, :anchor])
             torch.testing.assert_close(session.hidden(step.embed(block)), theirs, rtol=1e-4, atol=1e-4)
             drafted, _, _ = client.propose(theirs[:, 1:], block[:, 0], target.lm_head, 0.0)
-            assert _propose(step, session, int(block[0, 0]), slots).tolist() == drafted[0].tolist()
+            draft = _propose(step, session, int(block[0, 0]), slots, GREEDY, torch.zeros(1, slots))
+            assert draft.token_ids_NS.tolist() == drafted.tolist()
 
 
 @pytest.mark.parametrize("budget", [2, 9, 28])

@@ -11,9 +11,9 @@ from dflash_train.config.schema import DrafterConfig, ObjectiveConfig, TargetCon
 from dflash_train.data.stream import assemble
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import resolve_spec
-from dflash_train.evaluate import plain_decode, speculative_decode
 from dflash_train.generation.base import Request
 from dflash_train.generation.padded import decode
+from dflash_train.generation.single import plain_decode, speculative_decode
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import transform_logits
 from dflash_train.target.hf import HFTarget, load_model
@@ -100,7 +100,7 @@ def test_packed_and_single_features_and_decoding_equal_the_plain_model(kind, tmp
     model = load_model(TargetConfig(path=folder), folder, torch.device("cpu"))
     model.set_attn_implementation("grouped")
     requests = [Request(messages=[], prompt_ids=p, max_new_tokens=24, seed=0) for p in prompts]
-    assert [ids for ids, _ in decode(model, requests, {2})] == answers
+    assert [decoded.token_ids for decoded in decode(model, requests, {2})] == answers
 
 
 def test_attention_that_would_drop_a_soft_cap_is_refused(tmp_path):
@@ -116,10 +116,10 @@ def test_another_layout_is_refused_by_name(kind, tmp_path):
         open_step(save(tmp_path, kind))
 
 
-def test_linear_attention_is_generated_but_not_rolled_back(tmp_path):
+def test_linear_attention_is_generated_and_set_back_after_a_refused_block(tmp_path):
     folder = save(tmp_path, "qwen3_next", **MOE, **LINEAR)
     step = open_step(folder)
-    with pytest.raises(ValueError, match="cannot be rolled back.*evaluate.decode=false"):
-        speculative_decode(step, [7, 8, 9], 8, {2})
+    plain = plain_decode(step.target, [7, 8, 9], 12, set())
+    assert speculative_decode(step, [7, 8, 9], 12, set()).token_ids == plain.token_ids
     requests = [Request(messages=[], prompt_ids=[7, 8, 9 + n], max_new_tokens=n, seed=0) for n in (2, 4, 9)]
-    assert [len(ids) for ids, _ in decode(step.target.model, requests, set())] == [2, 4, 9]
+    assert [len(decoded.token_ids) for decoded in decode(step.target.model, requests, set())] == [2, 4, 9]

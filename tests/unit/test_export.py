@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dflash_train.build import hash_weights
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
 from dflash_train.export import CardFacts, check_output, model_card, write_export
 from dflash_train.folder import load_drafter_folder, public_name
@@ -29,6 +30,29 @@ TARGET = TargetInfo(
     output_multiplier=1.0, final_logit_softcapping=None, input_embedding_scale=1.0,
 )  # fmt: skip
 CARD = CardFacts(name="acme/tiny-dflash2", base_model="acme/tiny", license="apache-2.0", provenance={"git": "deadbeef"})
+
+
+CLIENT = {
+    "decoder": "z-lab's dflash 0.1.0", "independent": True, "prompts": 6, "gap": False,
+    "tau": {"value": 4.22, "rounds": 68, "tokens": 287}, "expected": {"value": 4.22, "rounds": 68, "tokens": 287},
+}  # fmt: skip
+
+
+def decoded(**changes) -> dict:
+    """A report of real decoding, as far as a card reads it."""
+    return {
+        "temperature": 0.0, "prompts": 6, "lossless": True, "identical": 5, "near_ties": 1, "different": 0, "speedup": 1.52,
+        "tau": {
+            "math": {"value": 3.5, "rounds": 10, "tokens": 35, "prompts": 5, "interval": [3.01, 4.12]},
+            "chat": {"value": 2.0, "rounds": 20, "tokens": 40, "prompts": 1, "interval": None},
+        },
+        "tau_all": {"value": 2.5, "rounds": 30, "tokens": 75, "prompts": 6, "interval": [2.1, 3.0]},
+        "walk_tau": {"value": 2.6, "rounds": 30, "tokens": 78}, "tokens_per_second": 391.2, "decoded_together": 1,
+        "cost": {"cycle_ms": 12.4, "draft_ms": 3.1, "draft_share": 0.25},
+        "memory": {"drafter_mib": 12.5, "context_bytes_per_token": 1024},
+        "repetition": {"looping": 2, "tau_without_looping": {"value": 2.2, "rounds": 20, "tokens": 44}},
+        **changes,
+    }  # fmt: skip
 
 
 def random_state(spec: DrafterSpec = SPEC) -> dict[str, torch.Tensor]:
@@ -214,7 +238,7 @@ def test_tokenizer_files_go_along(tmp_path):
 
 
 def test_record(tmp_path):
-    card = replace(CARD, tau={"math": {"value": 3.5, "rounds": 10, "tokens": 35}}, walk_tau=3.6)
+    card = replace(CARD, decoded=decoded(walk_tau={"value": 3.6, "rounds": 30, "tokens": 108}))
     local = tmp_path / "home" / "my-target"
     local.mkdir(parents=True)
     out = export(tmp_path / "out", card=card, target=replace(TARGET, path=str(local)))
@@ -224,33 +248,35 @@ def test_record(tmp_path):
         "name": "my-target", "revision": "abc", "model_type": "qwen3", "num_layers": 5, "hidden_size": 64, "vocab_size": 160,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    assert record["tau"]["math"]["rounds"] == 10
+    assert record["tau"]["math"]["rounds"] == 10 and record["walk_tau"] == 3.6
+    assert record["weights"] == hash_weights(random_state())
     assert record["provenance"] == {"git": "deadbeef"}
     assert str(tmp_path) not in (out / "README.md").read_text() + (out / "dflash_train.json").read_text()
 
 
 def test_card():
-    text = model_card(
-        SPEC,
-        replace(
-            CARD,
-            tau={
-                "math": {"value": 3.5, "rounds": 10, "tokens": 35},
-                "chat": {"value": 2.0, "rounds": 20, "tokens": 40},
-            },
-            walk_tau=2.6,
-        ),
-    )
+    text = model_card(SPEC, replace(CARD, decoded=decoded(), client=CLIENT))
     assert text.startswith("---\nbase_model: acme/tiny\nlicense: apache-2.0\n")
     for line in (
         "--speculative-num-draft-tokens 8", '"num_speculative_tokens": 7', "max_draft_len=7", "max_draft_len: 7",
         "--spec-draft-n-max 7", "--spec-type draft-dflash", "--target-model-dir", "draft_num_predict 7", "--block-size 5",
-        "0.5.19", "0.28.0", "1.3.0rc28", "| math | 3.50 | 10 | 35 |", "| pooled | 2.50 | 30 | 75 |", "2.60",
+        "0.5.19", "0.28.0", "1.3.0rc28", "| math | 3.50 | 10 | 35 | 5 | 3.01 to 4.12 |", "| chat | 2.00 | 20 | 40 | 1 | - |",
+        "| pooled | 2.50 | 30 | 75 | 6 | 2.10 to 3.00 |", "greedy, on 6 held-out prompts", "walk over the same text: 2.60",
+        "- Lossless: 5 of 6 outputs token-identical to plain greedy decoding, 1 parted at near ties of the target, 0 different.",
+        "- Speed: 1.52 times plain decoding, 391 tokens/s, one prompt at a time.", "- Cost: 3.1 of 12.4 ms per pass go into drafting (25%).",
+        "- Memory: 12.5 MiB of weights in 16 bits, and 1024 bytes of cache per token of context.",
+        "- 2 outputs mostly repeat themselves; tau without them 2.20 (44/20).",
+        "- Train-to-serve check passed: z-lab's dflash 0.1.0 decoded 6 held-out prompts from this folder, tau 4.22 (287/68), 4.22 expected",
         "would load a plain Qwen3 and drop the draft tensors", "shared from the target",
     ):  # fmt: skip
         assert line in text, line
     assert "Not measured yet." in model_card(SPEC, CARD)
     assert "--spec-draft-n-max 15" in model_card(replace(SPEC, block_size=16), CARD)
+    sampled = decoded(temperature=0.7, lossless=None, speedup=None, cost={})
+    del sampled["walk_tau"]
+    text = model_card(SPEC, replace(CARD, decoded=sampled, client=CLIENT | {"independent": False, "gap": True}))
+    assert "temperature 0.7" in text and not any(w in text for w in ("ossless", "walk", "Speed", "Cost"))
+    assert "check FAILED" in text and "not an independent check" in text
     v1 = model_card(replace(SPEC, conv_kernel_size=0, selector_rank=0), CARD)
     assert "A DFlash drafter" in v1 and "DFlash2DraftModel" not in v1
 

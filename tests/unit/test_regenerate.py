@@ -159,7 +159,7 @@ def test_rows_that_stop_early_leave_the_batch_without_moving_the_others(target: 
         ]
         together = decode(model, requests, {257})
         assert together == [decode(model, [request], {257})[0] for request in requests]
-        assert [len(ids) for ids, _ in together][:1] == [2]
+        assert [len(decoded.token_ids) for decoded in together][:1] == [2]
 
 
 def test_sampling_follows_the_filtered_distribution() -> None:

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from dflash_train.generation.base import Request
+from dflash_train.generation.base import Decoded, Request
 from dflash_train.generation.padded import decode
 from dflash_train.generation.slots import SlotCache, Slots, cache_bytes_per_token, difference_from_plain
 from dflash_train.target import varlen
@@ -61,10 +61,10 @@ def make_requests(count: int) -> list[Request]:
 def test_slots_give_what_each_request_gives_alone(name: str) -> None:
     model, requests, stop = make_model(name), make_requests(25), {5, 6, 7}
     alone = [decode(model, [request], stop)[0] for request in requests]
-    assert {reason for _, reason in alone} == {"stop", "length"}
+    assert {decoded.finish_reason for decoded in alone} == {"stop", "length"}
     assert enable_varlen(model) is None
     slots = Slots(model, stop, slots=6, length=64, max_new=32)
-    answers: dict[int, tuple[list[int], str]] = {}
+    answers: dict[int, Decoded] = {}
     coming = list(enumerate(requests))
     while coming or slots.in_flight:
         while coming and slots.in_flight < 10:  # some arrive while others run
@@ -82,7 +82,7 @@ def test_the_check_before_slots_are_used_passes_and_can_fail(name: str, monkeypa
     assert cache_bytes_per_token(model) == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, fp32
     monkeypatch.setattr(SlotCache, "update", lambda self, key, value, layer: forget(self, key, value, layer))
     assert difference_from_plain(model, 97) > 0.05
-    monkeypatch.setattr(varlen, "_one_by_one", lambda q, *rest: torch.zeros_like(q))
+    monkeypatch.setattr(varlen, "varlen", lambda q, *rest, **more: torch.zeros_like(q))
     model.set_attn_implementation("sdpa")
     assert "differ by" in str(enable_varlen(model))
     assert model.config._attn_implementation == "sdpa"

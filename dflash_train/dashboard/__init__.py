@@ -1,0 +1,1 @@
+"""A run's folder as one page: read, judged, drawn."""
