@@ -60,7 +60,7 @@ def write_again(corpus: Corpus, folder: Path) -> None:
     writer = CorpusWriter(folder)
     for at in range(0, len(corpus), 1000):
         writer.add(corpus[at : at + 1000], corpus.source_of[at : at + 1000].tolist())
-    writer.finish_with(corpus.kept, **{name: corpus.header[name] for name in ("paths", "rows", "generators")})
+    writer.finish_with(corpus.kept, **{name: corpus.header[name] for name in ("paths", "rows", "origins", "error")})
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
