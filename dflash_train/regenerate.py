@@ -63,7 +63,7 @@ def regenerate(recipe: Recipe, backend: Backend | None = None) -> dict[str, Any]
             held.callback(backend.close)
         job = open_job(recipe)
         held.enter_context(lock(job.output))
-        done = read_done(job.output, job.description)
+        done = read_done(job.output, job.description, job.conversations)
         pending = [conversation for conversation in job.conversations if conversation.id not in done]
         there = len(job.conversations) - len(pending)
         print(f"prompts: {job.kept.table()}\n{there} of them are already in {job.output}", file=sys.stderr, flush=True)
@@ -86,12 +86,18 @@ def regenerate(recipe: Recipe, backend: Backend | None = None) -> dict[str, Any]
             if backend is not None:
                 run.stats = backend.stats()
             cut_half_line(job.output)
-            manifest = run.manifest(job)
-            write_manifest(job.output, manifest)
             if not run.complete:
                 print(
                     f"stopped after {run.new.rows} new rows; the same command continues {job.output}", file=sys.stderr
                 )
+            manifest = run.manifest(job)
+            try:
+                write_manifest(job.output, manifest)
+            except OSError as error:
+                if run.complete:
+                    raise
+                # The manifest of the beginning says `complete: false` too; what stopped the run is what counts.
+                print(f"{job.output}: no new manifest ({error.strerror})", file=sys.stderr)
     return manifest
 
 

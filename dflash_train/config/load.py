@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import errno
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_train.config.schema import Recipe
 from dflash_train.config.validate import validate
-from dflash_train.config.values import nearest
+from dflash_train.config.values import nearest, printable
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -203,6 +204,7 @@ def load_recipe(name: str | None, overrides: list[str] | None = None) -> Recipe:
 
 def _seal(composed: DictConfig, where: str) -> Recipe:
     _check_keys(composed, Recipe, where)
+    _check_kinds(composed, where)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Recipe), _floats(composed))
         OmegaConf.resolve(merged)
@@ -217,6 +219,29 @@ def _seal(composed: DictConfig, where: str) -> Recipe:
             raise ValueError(f"{where}: {name} = {value}: must be a finite number")
     validate(recipe, where)
     return recipe
+
+
+def _check_kinds(composed: DictConfig, where: str) -> None:
+    """Raise ValueError naming the knob where a list, a mapping or one value stands for another of these, or where a reference leads nowhere."""
+    for name, _, kind in knobs():
+        try:
+            value = OmegaConf.select(composed, name)
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{where}: {name}: {str(error).splitlines()[0]}") from error
+        if value is None:
+            continue
+        wanted = next(
+            (
+                k
+                for k in (list, dict)
+                if typing.get_origin(kind) is k or k in map(typing.get_origin, typing.get_args(kind))
+            ),
+            None,
+        )
+        found = list if OmegaConf.is_list(value) else dict if OmegaConf.is_dict(value) else None
+        if found is not wanted:
+            shape = {list: "a list, such as [a, b]", dict: "a mapping, such as {key: value}", None: "one value"}
+            raise ValueError(f"{where}: {name} = {value}: must be {shape[wanted]} (expected {type_name(kind)})")
 
 
 def _explain(error: OmegaConfBaseException) -> str:
@@ -330,6 +355,10 @@ def parse_command(argv: list[str], *, prog: str, description: str) -> Recipe:
     return load_recipe(args.config, args.overrides)
 
 
+# A full disk, a quota, a limit on the size of files: written to an open file, so the error names none.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class CheckFailed(Exception):
     """What a command checked does not hold: nothing was asked wrongly, but the result is not good. Exit code 1."""
 
@@ -344,16 +373,24 @@ def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
     except ValueError as error:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it ends
+        raise SystemExit(141) from None
     except OSError as error:
-        if error.filename is None or os.environ.get("DFLASH_TRACEBACK"):
+        full = error.errno in NO_SPACE
+        if (error.filename is None and not full) or os.environ.get("DFLASH_TRACEBACK"):
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        named = "" if error.filename is None else f"{error.filename}: "
+        print(
+            f"error: {named}{error.strerror}" + ("; make room, then run the same command again" if full else ""),
+            file=sys.stderr,
+        )
         raise SystemExit(2) from None
     raise SystemExit(code or 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dflash_train.config.mixture import settings
 from dflash_train.config.schema import Backend, DataConfig, LongDocuments, Precision, Recipe, RegenerateConfig
 from dflash_train.config.sources import read_sources
+from dflash_train.config.values import is_address, without_login
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -174,8 +175,8 @@ def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool
     if r.backend is Backend.openai:
         need(bool(r.base_urls), "regenerate.base_urls", r.base_urls, "the openai backend needs a server's address")
     for url in r.base_urls:
-        rule = "an address begins with http:// or https://, such as http://localhost:8000/v1"
-        need(url.startswith(("http://", "https://")), "regenerate.base_urls", url, rule)
+        rule = "an address begins with http:// or https:// and has a host, such as http://localhost:8000/v1"
+        need(is_address(url), "regenerate.base_urls", without_login(str(url)), rule)
     if r.backend is not Backend.openai:
         body = next((setting.extra_body for setting in drawn if setting.extra_body), None)
         rule = (
@@ -187,6 +188,7 @@ def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool
 def _validate_data(data: DataConfig, where: str, need: Callable[[bool, str, object, str], None]) -> None:
     try:
         read_sources(data.train)
+        read_sources(data.heldout, "data.heldout")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     need(0 <= data.max_dropped <= 1, "data.max_dropped", data.max_dropped, "is a share in [0, 1]")

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
+
+# Characters that command a terminal, or turn the direction of writing.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text that comes from data or a server, for a terminal: what would command it is shown as its number."""
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
@@ -30,4 +40,23 @@ def finite(value: Any) -> float | None:
             value = float(value)
         except ValueError:
             return None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    try:
+        return (
+            value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+        )
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+
+
+def without_login(url: str) -> str:
+    """An address, or what should be one, without user and password: fit for a log."""
+    return re.sub(r"^([\w+.-]*:/+)?.*@", r"\1", url, flags=re.DOTALL)
+
+
+def is_address(url: Any) -> bool:
+    """Whether a value is an http address: scheme, host, and a port that exists if one is given."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        return parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

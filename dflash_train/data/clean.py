@@ -111,7 +111,7 @@ class CleanReport:
         if not self.kept:
             raise ValueError(f"no row of {self.rows} is left: nothing was written; see the reasons\n{self.table()}")
         share = 1 - self.kept / self.rows
-        if share > max_dropped:
+        if not share <= max_dropped:  # also where that is no number
             raise ValueError(
                 f"share dropped {share:.3f} > max_dropped {max_dropped}, {self.kept} rows left: nothing was written; "
                 f"see the reasons, change a filter or raise --max-dropped\n{self.table()}"
@@ -190,14 +190,22 @@ class HeldOut:
 
 
 def read_heldout(paths: Iterable[str | Path], size: int) -> HeldOut:
-    """The prompts of held-out files. Raises ValueError for a row that cannot be read: a check with holes proves nothing."""
+    """The prompts of held-out files. Raises ValueError for a row that cannot be read and for a file without rows: a check with
+    holes proves nothing.
+    """
     heldout = HeldOut(size)
-    for place, line in read_lines(paths):
-        try:
-            row = parse_row(place, line)
-        except BadRow as reason:
-            raise ValueError(f"held-out row {place} cannot be compared ({reason}); mend or remove it") from None
-        heldout.add(row.turns, place)
+    for path in paths:
+        before = len(heldout.places)
+        for place, line in read_lines([path]):
+            try:
+                row = parse_row(place, line)
+            except BadRow as reason:
+                raise ValueError(f"held-out row {place} cannot be compared ({reason}); mend or remove it") from None
+            heldout.add(row.turns, place)
+        if len(heldout.places) == before:
+            raise ValueError(
+                f"held-out file {path} holds no row: nothing would be kept out; give the whole file, or leave it out"
+            )
     return heldout
 
 

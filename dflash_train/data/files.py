@@ -20,6 +20,9 @@ from typing import IO, Any
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 DATA_FILES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+# What the commands here write beside data: about it, not of it.
+COMPANIONS = (".failed.jsonl", ".manifest.json", ".report.json")
+RECORDS = ("split.json", "certificate.json")
 NAMES_OF_FILES = {".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet"}
 LONGEST_LINE = 64 * 2**20
 # What a file of another kind begins with, and what to do about it.
@@ -74,13 +77,13 @@ def locate(entry: str | Path) -> Located:
 
 
 def _listing(folder: Path) -> list[Path]:
-    """The data files in a folder and those below it, by name. Hidden files and what regeneration could not do are left out."""
+    """The data files in a folder and those below it, by name. Hidden files and what commands write about data are left out."""
     found = [
         p
         for p in sorted(folder.rglob("*"))
         if p.is_file()
         and p.name.endswith(DATA_FILES)
-        and not p.name.endswith(".failed.jsonl")
+        and not (p.name.endswith(COMPANIONS) or p.name in RECORDS)
         and not any(part.startswith((".", "_")) for part in p.relative_to(folder).parts)
     ]
     if not found:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_train.assets import public_name, resolve
 from dflash_train.config.schema import Recipe
-from dflash_train.config.values import nearest
+from dflash_train.config.values import nearest, printable
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import Certificate, certify
 from dflash_train.data.chat import load_tokenizer, mask_strategy, serving_template, template_hash
@@ -158,7 +158,7 @@ def inspect(
 def write_report(found: Inspection, shown: list[TokenizedExample], *, color: bool, out: TextIO) -> None:
     """The report as text. Without colour, supervised text stands between `⟦` and `⟧`."""
     data, stream, certificate = found.recipe.data, found.stream, found.certificate
-    print(found.kept.table(), file=out)
+    print(printable(found.kept.table()), file=out)
     print(
         f"template {found.template}, arguments {dict(data.chat_template_kwargs)}; masks: {mask_strategy(found.tokenizer, found.kept)}",
         file=out,
@@ -170,9 +170,10 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
         )
         for domain, share in found.domains().items():
             print(
-                f"  {domain:<20} {share.documents:>7} examples {share.tokens:>9} tokens {share.ratio:>6.1%}", file=out
+                f"  {printable(domain):<20} {share.documents:>7} examples {share.tokens:>9} tokens {share.ratio:>6.1%}",
+                file=out,
             )
-        print(sources_table(found.corpus), file=out)
+        print(printable(sources_table(found.corpus)), file=out)
         rows = packing(stream)
         print(
             f"packed: {rows.rows} rows of {data.max_length} tokens, {rows.padding:.1%} padding; "
@@ -180,10 +181,10 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
             file=out,
         )
     print(f"answers by {found.generators()}", file=out)
-    print(settings_table(found.corpus.origins, data.chat_template_kwargs), file=out)
+    print(printable(settings_table(found.corpus.origins, data.chat_template_kwargs)), file=out)
     for note in found.notes:
         if note.startswith("WARNING"):
-            print(note, file=out)
+            print(printable(note), file=out)
     if stream and certificate:
         if certificate.mask_token_occurrences is not None:
             print(
@@ -193,14 +194,19 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
         print(histogram(stream.lengths, data.max_length), file=out)
         print(certificate.line(), file=out)
     for example in shown:
-        print(f"\n--- {example.id} ({example.finish_reason})\n{show(example, found.tokenizer, color)}", file=out)
+        print(
+            f"\n--- {printable(example.id)} ({printable(example.finish_reason)})\n{show(example, found.tokenizer, color)}",
+            file=out,
+        )
 
 
 def chosen(found: Inspection, samples: int, ids: list[str] | None = None) -> list[TokenizedExample]:
     """The examples of the named rows, or `samples` of them: the first of each domain, then the second, and so on.
 
-    Raises ValueError for an id that no example has.
+    Raises ValueError for an id that no example has, and for a negative number.
     """
+    if samples < 0:
+        raise ValueError(f"--samples {samples}: must be 0 or more")
     if ids:
         return [example for name in ids for example in _named(found.corpus, name)]
     which = found.corpus.domains()[1].tolist()
@@ -309,7 +315,7 @@ def show(example: TokenizedExample, tokenizer: Any, color: bool) -> str:
     for ids, supervised in zip(
         np.split(example.token_ids, changes), np.split(example.supervised, changes), strict=True
     ):
-        text = tokenizer.decode(ids.tolist())
+        text = printable(tokenizer.decode(ids.tolist()))
         parts.append(f"{begin}{text}{end}" if supervised[0] else f"{other}{text}{RESET if color else ''}")
     return "".join(parts)
 

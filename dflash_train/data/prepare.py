@@ -106,7 +106,7 @@ def prepare(
             return Corpus(folder, sources)  # mapped, so it stays when its name is gone
         finally:
             shutil.rmtree(folder)
-    corpus = _kept_in(Path(data.cache_dir).expanduser(), key, sources, make)
+    corpus = _kept_in(_home_of(data.cache_dir), key, sources, make)
     # It may have been made where the target was not known.
     _check_range(corpus, corpus.header["highest"], template, vocab_size, what)
     return corpus
@@ -277,6 +277,15 @@ def _check_range(
 
 
 # --- keeping ---
+
+
+def _home_of(cache_dir: str) -> Path:
+    try:
+        return Path(cache_dir).expanduser()
+    except RuntimeError:  # a container's user without an account, and no HOME
+        raise ValueError(
+            f"data.cache_dir = {cache_dir}: this user has no home folder; set HOME, name a folder that can be written, or null"
+        ) from None
 
 
 def _kept_in(cache: Path, key: str, sources: list[Source], make: Any) -> Corpus:

@@ -71,7 +71,7 @@ class Kept:
         if self.kept <= 0:
             raise ValueError(f"0 usable rows of {self.total}\n{self.table()}")
         share = 1 - self.kept / self.total
-        if share > max_dropped:
+        if not share <= max_dropped:
             raise ValueError(
                 f"share dropped {share:.3f} > max_dropped {max_dropped}; "
                 f"mend the rows below or raise data.max_dropped\n"

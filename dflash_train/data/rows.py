@@ -175,6 +175,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             raise ValueError(
                 f"output {path} is being written by another process; wait for it or choose another"
             ) from None
+        if not part.exists() or not os.path.samestat(os.fstat(raw.fileno()), part.stat()):
+            # Its writer finished between our opening and our locking: what we hold is the finished file.
+            raise ValueError(f"output {path} was written by another process just now; run again to replace it")
         raw.truncate(0)
         try:
             with _compressed(raw, path) as stream:

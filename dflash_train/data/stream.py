@@ -22,6 +22,7 @@ from dflash_train.data.packing import pack
 from dflash_train.types import PackedBatch, TokenizedExample
 
 ONE = 2**32
+MOST_EMPTY_EPOCHS = 100  # on average, before one with a document
 
 
 @dataclass(kw_only=True)
@@ -53,6 +54,13 @@ class RowStream:
         self.lengths = lengths_of(examples)
         assert self.lengths.max() <= config.row_length, "examples are cut to data.max_length before they are packed"
         self._weights, self._phases = _fixed_point(weights_of(examples)), self._first_phases(weights_of(examples))
+        if (
+            self._weights.sum() < ONE // MOST_EMPTY_EPOCHS
+        ):  # the next step would be searched for epoch by epoch, without end
+            raise ValueError(
+                f"the weights of data.train leave {self._weights.sum() / ONE:.2g} documents per epoch of the {len(examples)} that there are: "
+                "hardly an epoch would have a row; raise the weights"
+            )
         self.same_every_epoch = not np.any(self._weights % ONE)
         started = time.perf_counter()
         self._epoch, self._rows = 0, self._pack_epoch(0)

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from dflash_train.config.schema import Recipe
 from dflash_train.generation.conversation import advance
 from dflash_train.generation.job import Job, open_job, shard_path
-from dflash_train.generation.output import failed_path, lock, manifest_path, replace, rows_of, totals, write_manifest
+from dflash_train.generation.output import (
+    answers_prompt,
+    failed_path,
+    lock,
+    manifest_path,
+    replace,
+    rows_of,
+    totals,
+    write_manifest,
+)
 from dflash_train.generation.provenance import in_shard
 
 NAMED = 3  # ids that an error names of each kind
@@ -36,12 +45,14 @@ class Faults:
     missing: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         kinds = (
             ("missing", self.missing),
             ("there twice", self.doubled),
             ("not of this shard's prompts", self.foreign),
+            ("with another prompt than regenerate.prompts has", self.changed),
         )
         return "; ".join(
             f"{len(ids)} {kind}: {', '.join(ids[:NAMED])}{', ...' if len(ids) > NAMED else ''}"
@@ -108,7 +119,7 @@ def _shard_count(output: Path) -> int:
 
 def _find_rows(job: Job, paths: list[Path]) -> tuple[dict[str, Place], list[Faults]]:
     """Where each prompt's row is, and what the shards hold beside them."""
-    wanted = {conversation.id for conversation in job.conversations}
+    wanted = {conversation.id: conversation for conversation in job.conversations}
     places: dict[str, Place] = {}
     faults = [Faults() for _ in paths]
     for i, path in enumerate(paths):
@@ -118,6 +129,8 @@ def _find_rows(job: Job, paths: list[Path]) -> tuple[dict[str, Place], list[Faul
             elif row["id"] in places:
                 faults[i].doubled.append(row["id"])
             else:
+                if not answers_prompt(row, wanted[row["id"]]):
+                    faults[i].changed.append(row["id"])
                 places[row["id"]] = Place(i, offset, len(line))
     return places, faults
 
@@ -177,8 +190,8 @@ def _write(output: Path, joined: Callable[[], Iterator[bytes]]) -> None:
 def _summary(path: Path) -> dict[str, Any]:
     """What a shard's own manifest says of its last run."""
     try:
-        manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
-    except OSError:
+        manifest = dict(json.loads(manifest_path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # it only tells of a run; the rows themselves were checked
         return {"output": path.name}
     return {
         key: manifest[key]

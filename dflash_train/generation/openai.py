@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from dflash_train.config.schema import Api, Recipe
+from dflash_train.config.values import without_login
 from dflash_train.generation.base import Answer, Request
 from dflash_train.generation.wire import Reply, chat_body, completion_body, parse_reply, removable
 
@@ -76,12 +76,18 @@ class OpenAIBackend:
                 "[http://localhost:8000/v1]; start one with: python scripts/serve_target.py -c RECIPE --engine vllm"
             )
         if len(set(config.base_urls)) < len(config.base_urls):
-            raise ValueError(f"regenerate.base_urls = {config.base_urls} names a server twice; name each once")
+            shown = [without_login(url) for url in config.base_urls]
+            raise ValueError(f"regenerate.base_urls = {shown} names a server twice; name each once")
         self.config, self.tokenizer = config, tokenizer
         self.chat = config.api is Api.chat
-        self.servers = [_Server(url=url.rstrip("/"), shown=_shown(url)) for url in config.base_urls]
+        self.servers = [_Server(url=url.rstrip("/"), shown=without_login(url.rstrip("/"))) for url in config.base_urls]
         self.capacity = config.concurrency * len(self.servers)
         self.key = os.environ.get(config.api_key_env, "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):  # httpx would print it in its complaint
+            raise ValueError(
+                f"the environment variable {config.api_key_env} (regenerate.api_key_env) holds what no HTTP header can carry, such as a line "
+                "break or a letter beyond ASCII; set it to the key alone"
+            )
         self.counts: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.seconds = 0.0
@@ -169,9 +175,12 @@ class OpenAIBackend:
         self.model = _agreed([s.shown for s in self.servers], served, self.config.model)
         for server, models in zip(self.servers, served, strict=True):
             card = next(m for m in models if m["id"] == self.model)
-            server.engine = card.get("owned_by") or ""
-            longest = card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx")  # vLLM and SGLang; llama.cpp
-            if longest is not None and longest < self.config.max_length:
+            server.engine = str(card.get("owned_by") or "")
+            meta = card.get("meta")
+            longest = card.get("max_model_len") or (
+                meta.get("n_ctx") if isinstance(meta, dict) else None
+            )  # vLLM and SGLang; llama.cpp
+            if type(longest) is int and longest < self.config.max_length:
                 raise ValueError(
                     f"{server.shown} holds {longest} tokens, regenerate.max_length = {self.config.max_length}: lower it, or start the server "
                     f"with more (scripts/serve_target.py does; vLLM: --max-model-len {self.config.max_length})"
@@ -201,7 +210,7 @@ class OpenAIBackend:
             )
         try:
             response.raise_for_status()
-            return [{**model, "id": str(model["id"])} for model in response.json()["data"]]
+            return [{**model, "id": str(model["id"])} for model in _json_of(response)["data"]]
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{server.shown}/models gave HTTP {response.status_code}: {self._clean(response.text)}. Wait until the server is ready, "
@@ -288,7 +297,7 @@ class OpenAIBackend:
         if status != 200:
             raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", status=status, final=True)
         try:
-            reply = parse_reply(response.json(), request, self.tokenizer, chat=self.chat)
+            reply = parse_reply(_json_of(response), request, self.tokenizer, chat=self.chat)
         except ValueError as error:
             raise _Failed("bad_answer", self._clean(str(error)), status=200) from None
         server.answered += 1
@@ -378,9 +387,9 @@ def _named(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _shown(url: str) -> str:
-    """The URL without user and password. Raises ValueError where it is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"regenerate.base_urls: {url} is no URL; write it like http://localhost:8000/v1")
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+def _json_of(response: httpx.Response) -> Any:
+    """Raises ValueError with the beginning of what is no JSON."""
+    try:
+        return response.json()
+    except (ValueError, RecursionError):
+        raise ValueError(f"not JSON: {response.text[:200]}") from None

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_train.types import Conversation
+
 
 def manifest_path(output: Path) -> Path:
     return Path(f"{output}.manifest.json")
@@ -82,15 +84,34 @@ def rows_of(output: Path, description: dict[str, Any]) -> Iterator[tuple[int, by
             offset += len(line)
 
 
-def read_done(output: Path, description: dict[str, Any]) -> set[str]:
-    """Cut off a half-written last line and return the ids that are present. Raises ValueError as `rows_of`, and for an id that is there
-    twice.
+def answers_prompt(row: dict[str, Any], conversation: Conversation) -> bool:
+    """Whether a row's system and user texts are those of the conversation, as far as the row goes."""
+    asked, asks = (
+        [m for m in messages if m["role"] in ("system", "user")]
+        for messages in (row["messages"], conversation.messages)
+    )
+    return asked == asks[: len(asked)]
+
+
+def read_done(output: Path, description: dict[str, Any], conversations: Iterable[Conversation] = ()) -> set[str]:
+    """Cut off a half-written last line and return the ids that are present. Raises ValueError as `rows_of`, for an id that is there
+    twice, and for rows that answer something else than the conversation with their id.
     """
     done: set[str] = set()
+    prompts = {conversation.id: conversation for conversation in conversations}
+    changed = []
     for _, _, row in rows_of(output, description):
         if row["id"] in done:
             raise ValueError(f"{output}: the id {row['id']!r} is there twice; delete one of the two rows")
         done.add(row["id"])
+        if row["id"] in prompts and not answers_prompt(row, prompts[row["id"]]):
+            changed.append(row["id"])
+    if changed:
+        raise ValueError(
+            f"{output}: {len(changed)} rows answer other prompts than regenerate.prompts now has under their ids ({', '.join(changed[:3])}"
+            f"{', ...' if len(changed) > 3 else ''}): the prompts were changed afterwards; take the change back, give changed prompts "
+            "other ids, or name another regenerate.output"
+        )
     cut_half_line(output)
     return done
 

@@ -105,38 +105,52 @@ def removable(body: dict[str, Any], text: str) -> set[str]:
 
 def parse_reply(data: Any, request: Request, tokenizer: Any, *, chat: bool) -> Reply:
     """The answer in a server's 200. Raises ValueError where it is not a completion, or ended in an error of the server's."""
-    try:
-        choice = data["choices"][0]
-        message = dict(choice["message"]) if chat else {"content": choice["text"]}
-        reason = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise ValueError(f"not a completion: {json.dumps(data, ensure_ascii=False)[:200]}") from None
-    reason = {"function_call": "tool_calls", "eos": "stop"}.get(reason, reason)
+
+    def need(ok: bool, what: str) -> None:
+        if not ok:
+            raise ValueError(f"not a completion ({what}): {json.dumps(data, ensure_ascii=False)[:200]}")
+
+    need(isinstance(data, dict), "no object")
+    choices = data.get("choices")
+    need(isinstance(choices, list) and len(choices) > 0 and isinstance(choices[0], dict), "no choices")
+    choice = choices[0]
+    message = choice.get("message") if chat else {"content": choice.get("text")}
+    need(isinstance(message, dict) and (chat or isinstance(message["content"], str)), "no answer")
+    reason = choice.get("finish_reason")
+    reason = {"function_call": "tool_calls", "eos": "stop"}.get(reason, reason) if isinstance(reason, str) else reason
     if reason not in ("stop", "tool_calls", "length"):
         raise ValueError(f"finish_reason {reason}: the server gave up on this request")
-    usage = data.get("usage") or {}
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    need(isinstance(content, str), "content is not text")
+    need(isinstance(reasoning, str), "reasoning is not text")
+    need(isinstance(calls, list) and all(map(_is_call, calls)), "tool_calls are no calls")
+    usage = _mapping(data, "usage")
     token_ids = _token_ids(data, choice)
-    if token_ids is not None and reason != "length" and isinstance(stop := choice.get("matched_stop"), int):
+    need(_are_ids(token_ids), "token ids of the answer are no ids")
+    stop = choice.get("matched_stop")
+    if token_ids is not None and reason != "length" and type(stop) is int:
         token_ids = token_ids if token_ids[-1:] == [stop] else [*token_ids, stop]  # SGLang may trim it
-    counted = usage.get("prompt_tokens") or 0
+    counted = _count(usage, "prompt_tokens") or 0
     prompt_ids = _prompt_ids(data, choice, tokenizer if chat else None)
+    need(_are_ids(prompt_ids), "token ids of the prompt are no ids")
     mismatch = counted not in (0, len(request.prompt_ids)) if prompt_ids is None else prompt_ids != request.prompt_ids
     if prompt_ids is None and not chat and not mismatch:
         prompt_ids = request.prompt_ids
-    content = message.get("content") or ""
     if not chat and token_ids is not None:
         content = tokenizer.decode(token_ids, skip_special_tokens=True)
     kept: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+    if reasoning:
         kept["reasoning_content"] = reasoning
-    if calls := message.get("tool_calls"):
+    if calls:
         kept["tool_calls"] = calls
+    need(_is_unicode(kept), "half of a surrogate pair in its text")
     return Reply(
         answer=Answer(
             message=kept,
             prompt_ids=prompt_ids,
             token_ids=token_ids,
-            completion_tokens=usage.get("completion_tokens"),
+            completion_tokens=_count(usage, "completion_tokens"),
             finish_reason=reason,
         ),
         prompt_tokens=counted,
@@ -145,20 +159,49 @@ def parse_reply(data: Any, request: Request, tokenizer: Any, *, chat: bool) -> R
     )
 
 
-def _token_ids(data: dict[str, Any], choice: dict[str, Any]) -> list[int] | None:
+def _is_call(call: Any) -> bool:
+    """Whether a value can be an OpenAI tool call: a function's name, and arguments as JSON text or as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("arguments"), str | dict | None)
+
+
+def _are_ids(ids: Any) -> bool:
+    return ids is None or (isinstance(ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in ids))
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _mapping(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of an answer that says more about it; one of another kind says nothing."""
+    return value if isinstance(value := data.get(name), dict) else {}
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    """A number of tokens; None where the server does not say."""
+    return value if type(value := usage.get(name)) is int and value >= 0 else None
+
+
+def _token_ids(data: dict[str, Any], choice: dict[str, Any]) -> Any:
     """What the target wrote; None where the server does not say (an empty list is its way of not saying)."""
-    return (
-        choice.get("token_ids") or choice.get("response_token_ids") or data.get("__verbose", {}).get("tokens") or None
-    )
+    verbose = _mapping(data, "__verbose")
+    return choice.get("token_ids") or choice.get("response_token_ids") or verbose.get("tokens") or None
 
 
-def _prompt_ids(data: dict[str, Any], choice: dict[str, Any], tokenizer: Any) -> list[int] | None:
+def _prompt_ids(data: dict[str, Any], choice: dict[str, Any], tokenizer: Any) -> Any:
     """What the target read; None where the server does not say. tokenizer: for a server that gives text, None to leave that alone."""
     ids = data.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    verbose = data.get("__verbose", {})
-    if not ids and tokenizer is not None and verbose.get("prompt"):
+    verbose = _mapping(data, "__verbose")
+    if not ids and tokenizer is not None and isinstance(prompt := verbose.get("prompt"), str) and _is_unicode(prompt):
         # As many tokens as llama.cpp counted are the same tokens.
-        ids = tokenizer.encode(verbose["prompt"], add_special_tokens=False)
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
         ids = ids if len(ids) == verbose.get("tokens_evaluated") else None
     return ids or None
 

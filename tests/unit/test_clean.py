@@ -421,3 +421,25 @@ def test_ngrams_are_equal_exactly_where_the_words_are(words, size):
     runs = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
     assert len(hashes) == len(runs)
     assert [[a == b for b in hashes] for a in hashes] == [[a == b for b in runs] for a in runs]
+
+
+def test_an_empty_held_out_file_is_refused(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a b", "response": "c"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="empty.jsonl holds no row"):
+        clean([tmp_path / "in.jsonl"], tmp_path / "out.jsonl", CleanSettings(), against=[tmp_path / "empty.jsonl"])
+
+
+def test_a_file_that_another_process_just_finished_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    output, flock = tmp_path / "out.jsonl", rows_module.fcntl.flock
+
+    def finished_meanwhile(stream, how):  # the other one puts its file in place between our opening and our locking
+        stream.write(b"whole\n")
+        stream.flush()
+        (tmp_path / "out.jsonl.part").replace(output)
+        flock(stream, how)
+
+    monkeypatch.setattr(rows_module.fcntl, "flock", finished_meanwhile)
+    with pytest.raises(ValueError, match="just now"), atomic_file(output) as stream:
+        stream.write(b"second\n")
+    assert output.read_text() == "whole\n"

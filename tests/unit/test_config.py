@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ from dflash_train.config.load import (
     load_recipe,
     parse_command,
     require,
+    run_command,
     to_yaml,
     type_name,
 )
@@ -184,3 +187,35 @@ def test_two_recipes_do_not_share_lists(load):
     a, b = load(), load()
     a.data.train.append("x")
     assert b.data.train == []
+
+
+@pytest.mark.parametrize("text", [
+    "data: {train: {path: x}}", "data: {train: x}", "data: {chat_template_kwargs: [1]}", "data: {heldout: [[]]}", "regenerate: {mixture: {a: 1}}",
+    "regenerate: {extra_body: [1]}", "regenerate: {base_urls: x}", "data: {limit: '${nowhere}'}", "data: {max_length: [1]}", "data: {limit: {a: 1}}",
+    f"regenerate: {{mixture: [{{weight: {10**400}}}]}}", f"data: {{train: [{{path: x, weight: {10**400}}}]}}",
+])  # fmt: skip
+def test_a_value_of_another_kind_names_its_knob(load, text):
+    section, key = text.split(": {")[0], text.split("{")[1].split(":")[0]
+    with pytest.raises(ValueError, match=rf"{section}\.{key}"):
+        load(text)
+
+
+@pytest.mark.parametrize(("raised", "code", "said"), [
+    (OSError(28, "No space left on device"), 2, "error: No space left on device; make room"),
+    (ValueError("a\x1b[2Jb\u202e"), 2, "error: a\\u001b[2Jb\\u202e"),
+])  # fmt: skip
+def test_what_a_command_says_of_an_error(raised, code, said, capsys):
+    def main(argv):
+        raise raised
+
+    with pytest.raises(SystemExit) as left:
+        run_command(main)
+    assert left.value.code == code and said in capsys.readouterr().err
+
+
+def test_a_pipe_that_closes_ends_a_command_quietly():
+    script = "from dflash_train.config.load import run_command\nrun_command(lambda argv: [print('x' * 1000) for _ in range(100000)] and 0)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141

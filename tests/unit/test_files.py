@@ -121,6 +121,10 @@ def test_a_folder_is_its_data_files_by_name_and_nothing_else(tmp_path: Path) -> 
         ".hidden.jsonl",
         "_SUCCESS",
         "a.jsonl.failed.jsonl",
+        "a.jsonl.manifest.json",
+        "b/2.jsonl.report.json",
+        "split.json",
+        "certificate.json",
         "_temporary/x.jsonl",
         "b/.x.jsonl.swp",
     ):

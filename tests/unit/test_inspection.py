@@ -27,6 +27,7 @@ from dflash_train.data.inspection import (
     sources_table,
     write_report,
 )
+from dflash_train.types import TokenizedExample
 
 ROWS = [
     {"id": "a", "domain": "math", "messages": [
@@ -260,3 +261,18 @@ def test_the_certificate_of_a_run_is_left_alone(tmp_path, target_dir):
     done = run("-c", recipe, "data.max_length=16")
     assert "this one differs from it:" in done.out and 'settings: certified {"max_length": 3072}, now' in done.out
     assert (tmp_path / "run" / "certificate.json").read_text() == before
+
+
+def test_text_of_the_data_cannot_command_the_terminal(recipe):
+    out = io.StringIO()
+    inspect(recipe(rows=[{**ROWS[0], "id": "a\x1b[2J", "domain": "\u202emath"}]), out=out)
+    assert "\x1b" not in out.getvalue() and "\u202e" not in out.getvalue() and "a\\u001b[2J" in out.getvalue()
+
+    class Hostile:
+        def decode(self, ids):
+            return "\x1b[2J\n"
+
+    example = TokenizedExample(
+        id="a", domain="d", token_ids=np.array([1]), supervised=np.array([True]), finish_reason="stop"
+    )
+    assert show(example, Hostile(), color=False) == "⟦\\u001b[2J\n⟧"

@@ -167,3 +167,8 @@ def test_an_entry_is_a_path_or_has_a_weight_and_a_domain():
 def test_an_entry_that_says_something_else_is_refused(entry, message):
     with pytest.raises(ValueError, match=message):
         read_sources(["good", entry])
+
+
+def test_weights_that_leave_epochs_empty_are_refused_instead_of_searched_through(mixed):
+    with pytest.raises(ValueError, match="documents per epoch of the 20"):
+        mixed([1e-9] * 20)

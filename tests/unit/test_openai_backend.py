@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from stubs import StubServer, chat, free_port, until
 
+from dflash_train.config.load import load_recipe
 from dflash_train.config.schema import Api, Recipe
 from dflash_train.generation import openai
 from dflash_train.generation.base import Request
@@ -194,7 +195,7 @@ def test_text_that_no_parser_took_out(capsys):
 
 
 @pytest.mark.parametrize(("reply", "said"), [
-    ((200, "<html>"), "Expecting value"), ((200, {"choices": []}), "not a completion"), (chat(finish="abort"), "finish_reason abort"),
+    ((200, "<html>"), "not JSON: <html>"), ((200, {"choices": []}), "not a completion"), (chat(finish="abort"), "finish_reason abort"),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_tried_again_then_failed(reply, said):
     with StubServer(lambda body, number: reply) as server:
@@ -373,9 +374,15 @@ def test_no_url():
     assert "serve_target.py" in refused()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://x/v1", "http:///v1"])
-def test_no_proper_url(url):
-    assert "http://localhost:8000/v1" in refused(url)
+@pytest.mark.parametrize("url", [
+    "localhost:8000/v1", "ftp://x/v1", "http:///v1", "http://me:secret@x:99999/v1", "http://me:secret@[::1/v1",
+    "htps://me:secret@x/v1", "me:secret@x/v1", {"a": 1}, [],
+])  # fmt: skip
+def test_no_proper_url(url, tmp_path):
+    (tmp_path / "r.yaml").write_text(json.dumps({"regenerate": {"base_urls": [url]}}))
+    with pytest.raises(ValueError, match="regenerate.base_urls.*http://localhost:8000/v1") as error:
+        load_recipe(str(tmp_path / "r.yaml"))
+    assert "secret" not in str(error.value).partition("base_urls")[2]
 
 
 def test_nobody_answers():
@@ -445,3 +452,49 @@ def test_a_missing_key(monkeypatch):
 def test_a_password_in_the_url_is_not_shown():
     said = refused(f"http://me:secret@127.0.0.1:{free_port()}/v1")
     assert "does not answer" in said and "secret" not in said
+
+    with pytest.raises(ValueError, match="names a server twice") as error:
+        open_backend(*["http://me:secret@127.0.0.1:1/v1"] * 2)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["secret\nmore", "secret\x01", "secreté"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(key, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    said = refused("http://127.0.0.1:1/v1")
+    assert "OPENAI_API_KEY" in said and "secret" not in said
+
+
+# --- answers of another shape ---
+
+
+@pytest.mark.parametrize("reply", [
+    chat([{"type": "text", "text": "a"}]), chat(3), chat({"a": 1}), chat(finish=["stop"]), chat(finish={}), chat(reasoning_content={"a": 1}),
+    chat(tool_calls="x"), chat(tool_calls=[None]), chat(tool_calls=[{}]), chat(tool_calls=[{"function": {"name": None}}]),
+    chat(top={"choice": {"token_ids": "abc"}}), chat(top={"choice": {"token_ids": ["1"]}}), chat(top={"choice": {"token_ids": [-1]}}),
+    chat(top={"prompt_token_ids": {"a": 1}}), (200, "[" * 100_000), (200, {"choices": {"0": 1}}), (200, {"choices": [None]}),
+    (200, '{"choices": [{"message": {"content": "a\\ud800"}, "finish_reason": "stop"}]}'),
+])  # fmt: skip
+def test_an_answer_of_another_shape_fails_alone(reply):
+    with StubServer(lambda body, number: reply if body["messages"][0]["content"] == "bad" else chat()) as server:
+        backend = open_backend(server.url, max_retries=0)
+        bad, good = answers(backend, [ask(messages=[{"role": "user", "content": "bad"}]), ask()])
+        backend.close()
+    assert bad.error and bad.status == 200 and good.error is None
+
+
+@pytest.mark.parametrize("more", [
+    {"usage": [1]}, {"usage": "x"}, {"usage": {"prompt_tokens": "3", "completion_tokens": -1}}, {"__verbose": None}, {"__verbose": {"prompt": 3}},
+])  # fmt: skip
+def test_counts_of_another_shape_are_counts_not_given(more):
+    with StubServer(lambda body, number: chat("hello", top=more)) as server:
+        answer, stats = one(server)
+    assert (
+        answer.message["content"] == "hello" and answer.completion_tokens in (None, 3) and stats["prompt_tokens"] == 0
+    )
+
+
+@pytest.mark.parametrize("card", [{"max_model_len": "x"}, {"meta": [1]}, {"owned_by": ["x"]}, {"owned_by": 7}])
+def test_a_model_card_of_another_shape_says_nothing(card):
+    with StubServer(models=(200, {"data": [{"id": "target", **card}]})) as server:
+        assert one(server)[0].error is None

@@ -15,6 +15,7 @@ import toys
 
 from dflash_train.build import build_stream, data_identity, heldout_examples, outline, read_examples
 from dflash_train.config.load import load_recipe
+from dflash_train.data import prepare as prepare_module
 from dflash_train.data import prepare as preparing
 from dflash_train.data.corpus import Corpus, occurrences
 from dflash_train.data.inspection import look
@@ -379,3 +380,12 @@ def test_the_header_is_json_that_says_what_is_there(recipe, tmp_path):
     [path] = (tmp_path / "cache").glob("*/header.json")
     body = json.loads(json.loads(path.read_text())["body"])
     assert body["documents"] == 39 and body["rows"] == [39] and body["kept"]["kept"] == 39
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    def nowhere(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    with pytest.raises(ValueError, match="data.cache_dir = ~/x.*set HOME"):
+        prepare_module._home_of("~/x")

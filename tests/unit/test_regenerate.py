@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import dflash_train.regenerate as module
+from dflash_train import regenerate as regenerate_module
 from dflash_train.config.mixture import settings
 from dflash_train.config.schema import Api, Backend, Recipe, RegenerateConfig
 from dflash_train.data.chat import tokenize
@@ -607,3 +609,43 @@ def test_the_bar_tells_rates_truncated_share_and_failures(target: Path, tmp_path
     recipe.track.progress = True
     regenerate(recipe, Stub(yes))
     assert "3/3" in (said := capsys.readouterr().err) and "tokens/s, 0.0% truncated, 0 failed" in said
+
+
+def test_a_prompt_that_was_changed_under_its_id_is_not_taken_for_answered(target: Path, tmp_path: Path) -> None:
+    before = [prompt(0), prompt(1)]
+    recipe = make_recipe(target, tmp_path, before)
+    regenerate(recipe, Stub(yes))
+    changed = json.loads(json.dumps(before))
+    changed[1]["messages"][0]["content"] = "something else"
+    recipe = make_recipe(target, tmp_path, [changed[1], changed[0]])
+    with pytest.raises(ValueError, match=f"1 rows answer other prompts.*{prompt(1)['id']}.*other ids"):
+        regenerate(recipe, Stub(yes))
+    recipe = make_recipe(target, tmp_path, before[::-1])
+    assert regenerate(recipe, Stub(yes))["new_rows"] == 0
+
+
+def test_a_full_disk_says_what_stopped_the_run_and_the_next_one_goes_on(
+    target: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    recipe = make_recipe(target, tmp_path, [prompt(i) for i in range(3)])
+    write, written = regenerate_module.write_manifest, []
+
+    def full(*_):
+        written.append(1)
+        if len(written) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*_)
+
+    def one_then_full(request):
+        if text_of(request) != prompt(0)["messages"][0]["content"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return yes(request)
+
+    monkeypatch.setattr(regenerate_module, "write_manifest", full)
+    with pytest.raises(OSError, match="No space left"):
+        regenerate(recipe, Stub(one_then_full))
+    assert "the same command continues" in capsys.readouterr().err
+    assert json.loads(Path(recipe.regenerate.output + ".manifest.json").read_text())["complete"] is False
+    monkeypatch.setattr(regenerate_module, "write_manifest", write)
+    regenerate(recipe, Stub(yes))
+    assert len({row["id"] for row in rows_of(recipe)}) == 3
