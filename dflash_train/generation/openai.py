@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from tqdm import tqdm
 
 from dflash_train.config.schema import Api, Recipe
 from dflash_train.generation.base import Answer, Request
@@ -288,7 +289,13 @@ class OpenAIBackend:
         if status != 200:
             raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", status=status, final=True)
         try:
-            reply = parse_reply(response.json(), request, self.tokenizer, chat=self.chat)
+            data = response.json()
+        except ValueError:
+            raise _Failed(
+                "bad_answer", f"an answer that is no JSON: {self._clean(response.text)}", status=200
+            ) from None
+        try:
+            reply = parse_reply(data, request, self.tokenizer, chat=self.chat)
         except ValueError as error:
             raise _Failed("bad_answer", self._clean(str(error)), status=200) from None
         server.answered += 1
@@ -317,7 +324,7 @@ class OpenAIBackend:
         """Once on stderr for each `what`."""
         if (what or text) not in self.noted:
             self.noted.add(what or text)
-            print(f"note: {text}", file=sys.stderr, flush=True)
+            tqdm.write(f"note: {text}", file=sys.stderr)  # above the progress bar, not in it
 
     def _clean(self, text: str) -> str:
         """A server's words for a log: one line, not endless, without the key that it may echo."""

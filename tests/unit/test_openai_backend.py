@@ -194,7 +194,7 @@ def test_text_that_no_parser_took_out(capsys):
 
 
 @pytest.mark.parametrize(("reply", "said"), [
-    ((200, "<html>"), "Expecting value"), ((200, {"choices": []}), "not a completion"), (chat(finish="abort"), "finish_reason abort"),
+    ((200, "<html>"), "no JSON: <html>"), ((200, {"choices": []}), "not a completion"), (chat(finish="abort"), "finish_reason abort"),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_tried_again_then_failed(reply, said):
     with StubServer(lambda body, number: reply) as server:
