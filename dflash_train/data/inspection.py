@@ -106,9 +106,9 @@ class Inspection:
         }
 
     def check(self) -> None:
-        """Raise ValueError for the first thing that training would refuse."""
+        """Raise ValueError for everything that training would refuse."""
         if self.problems:
-            raise ValueError(self.problems[0])
+            raise ValueError("\n\n".join(self.problems))
 
 
 def look(recipe: Recipe, info: TargetInfo | None = None) -> Inspection:

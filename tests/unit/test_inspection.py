@@ -105,6 +105,11 @@ def test_a_mask_token_that_training_refuses_is_refused_after_the_report(recipe, 
         build_stream(outline(r))
 
 
+def test_all_that_training_would_refuse_is_named_at_once(recipe):
+    with pytest.raises(ValueError, match=r"share dropped 0.250(.|\n)*mask_token_id = 31 \(w31\) occurs 2 times"):
+        inspect(recipe("data.max_dropped=0.1"), out=io.StringIO())
+
+
 def test_where_no_mask_token_is_chosen_two_are_named(recipe):
     found = look(recipe("drafter.mask_token_id=null"), outline(recipe("drafter.mask_token_id=155")).info)
     found.check()
