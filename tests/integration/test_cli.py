@@ -80,7 +80,7 @@ def test_the_commands_say_what_they_did(pipeline):
     assert json.loads(said["regenerate"])["rows"] == 10 and json.loads(said["heldout"])["rows"] == 4
     for text in ("kept 10 of 10 rows", f"mask_token_id {pipeline.mask} occurs 0 times"):
         assert text in said["inspect"]
-    for text in ("kept 10 of 10 rows", "target_layer_ids: [1, 3]", "gamma 4", "padding", f"{STEPS} steps"):
+    for text in ("kept 10 of 10 rows", "target_layer_ids: [1, 3]", "gamma 4", "padding", f"{STEPS} in all"):
         assert text in said["train"]
     assert said["train"].endswith(f"exported to {run / 'export'}\n")
     assert "lossless" in said["evaluate"] and "walk_tau: even" in said["evaluate"]
