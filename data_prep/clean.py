@@ -22,7 +22,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="data_prep/clean.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("inputs", nargs="+", metavar="IN", help="JSONL (also .gz, .zst), Parquet, or owner/name:split")
+    p.add_argument(
+        "inputs", nargs="+", metavar="IN", help="JSONL (also .gz, .zst), Parquet, folders of them, or owner/name:split"
+    )
     p.add_argument("--output", type=Path, required=True, help="JSONL to write; .gz and .zst compress")
     p.add_argument(
         "--against", nargs="+", default=[], metavar="FILE", help="held-out files; rows that repeat their prompts go"

@@ -3,6 +3,8 @@
 Rows kept and dropped, the supervised share, lengths, who wrote the answers, how they pack, and examples with the supervised text in
 green. Without a recipe: --tokenizer PATH_OR_HUB_ID --data FILE [FILE ...]. --html writes the same as a page, with blocks and anchors.
 The certificate of the data goes to --certificate, else to <output_dir>/certificate.json if no run is there yet.
+
+Exit code 2, after the report: training would refuse the data.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dflash_train.data.certificate import CERTIFICATE, differences, read_certifi
 from dflash_train.data.inspection import Inspection, chosen, look, write_report
 from dflash_train.data.inspection_page import inspection_page
 from dflash_train.target.info import read_target_info
+from dflash_train.types import TargetInfo
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -73,15 +76,13 @@ def _object(text: str) -> dict:
     return value
 
 
-def vocabulary(recipe: Recipe) -> int | None:
-    """How many tokens the target knows; None where only its tokenizer is there."""
+def target_info(recipe: Recipe) -> TargetInfo | None:
+    """What the target's config.json says; None where only its tokenizer is there."""
+    target = recipe.target
     try:
-        info = read_target_info(
-            resolve(recipe.target.path, "target"), recipe.target.revision, recipe.target.trust_remote_code
-        )
+        return read_target_info(resolve(target.path, "target"), target.revision, target.trust_remote_code)
     except ValueError:
         return None
-    return info.vocab_size
 
 
 def save_certificate(found: Inspection, named: str | None) -> str:
@@ -108,7 +109,7 @@ def save_certificate(found: Inspection, named: str | None) -> str:
 def main(argv: list[str]) -> int:
     args = arguments(argv)
     recipe = recipe_of(args)
-    found = look(recipe, vocabulary(recipe))
+    found = look(recipe, target_info(recipe))
     shown = chosen(found, args.samples, args.ids.split(",") if args.ids else None)
     color = not args.no_color and "NO_COLOR" not in os.environ and sys.stdout.isatty()
     write_report(found, shown, color=color, out=sys.stdout)

@@ -18,14 +18,19 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="data_prep/split.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("inputs", nargs="+", metavar="IN", help="JSONL (also .gz, .zst), Parquet, or owner/name:split")
+    p.add_argument(
+        "inputs", nargs="+", metavar="IN", help="JSONL (also .gz, .zst), Parquet, folders of them, or owner/name:split"
+    )
     p.add_argument("--output-dir", type=Path, required=True, help="folder for the two files and split.json")
     p.add_argument("--heldout", type=float, default=0.02, help="share of the prompts to hold out [%(default)s]")
     p.add_argument(
         "--heldout-domain", action="append", default=[], metavar="DOMAIN=SHARE", help="another share for one domain"
     )
     p.add_argument(
-        "--heldout-per-domain", type=int, metavar="N", help="at most N prompts of each domain, the lowest hashes"
+        "--heldout-per-domain",
+        type=int,
+        metavar="N",
+        help="at most N prompts of each domain's share, the lowest hashes",
     )
     p.add_argument("--thresholds-from", type=Path, metavar=RECORD, help="keep the thresholds of an earlier split")
     p.add_argument("--suffix", choices=SUFFIXES, default=".jsonl", help="of the two files [%(default)s]")

@@ -18,7 +18,7 @@ from dflash_train.data.certificate import Certificate, certify, check_certificat
 from dflash_train.data.chat import load_tokenizer, mask_strategy, prompt_ids, serving_template, template_hash
 from dflash_train.data.corpus import Corpus
 from dflash_train.data.inspection import sources_table
-from dflash_train.data.mask_token import check_mask_absent, check_mask_token
+from dflash_train.data.mask_token import check_mask_absent, check_mask_token, token_name
 from dflash_train.data.prepare import check_token_ids, examine, located_sources, prepare
 from dflash_train.data.provenance import expected_of
 from dflash_train.data.read import Kept, iter_conversations, read_conversations
@@ -139,10 +139,7 @@ def build_stream(o: Outline) -> RowStream:
     require(o.recipe, "data.train")
     examples = read_examples(o, o.recipe.data.train, what="train", limit=o.recipe.data.limit)
     spec, train = o.spec, o.recipe.train
-    token = (
-        o.tokenizer.convert_ids_to_tokens(spec.mask_token_id) if spec.mask_token_id < len(o.tokenizer) else "no token"
-    )
-    check_mask_absent(spec.mask_token_id, examples, token)
+    check_mask_absent(spec.mask_token_id, examples, token_name(o.tokenizer, spec.mask_token_id))
     stream = RowStream(
         examples,
         StreamConfig(

@@ -122,7 +122,7 @@ class RegenerateConfig:
 
     prompts: str = knob(
         MISSING,
-        "JSONL (plain, .gz or .zst) of conversations; their assistant turns are replaced. `embedded` is the demo's prompt set.",
+        "JSONL (plain, .gz or .zst), Parquet, a folder of them or a Hub data set of conversations; their assistant turns are replaced. `embedded` is the demo's prompt set.",
     )
     output: str = knob(MISSING, "JSONL file to append to; a restart continues it.")
     limit: int | None = knob(None, "Only the first N prompts.")

@@ -17,11 +17,12 @@ from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.certificate import Certificate, certify
 from dflash_train.data.chat import load_tokenizer, mask_strategy, serving_template, template_hash
 from dflash_train.data.corpus import Corpus, weights_of
+from dflash_train.data.mask_token import check_mask_absent, check_mask_token, token_name, unused_ids
 from dflash_train.data.prepare import examine, located_sources, prepare
 from dflash_train.data.provenance import expected_of, read_origins, settings_table
 from dflash_train.data.read import Kept
 from dflash_train.data.stream import RowStream, StreamConfig
-from dflash_train.types import TokenizedExample
+from dflash_train.types import TargetInfo, TokenizedExample
 
 GREEN, GREY, RESET = "\033[32m", "\033[90m", "\033[0m"
 
@@ -105,27 +106,44 @@ class Inspection:
         }
 
     def check(self) -> None:
-        """Raise ValueError for the first thing that training would refuse."""
+        """Raise ValueError for everything that training would refuse."""
         if self.problems:
-            raise ValueError(self.problems[0])
+            raise ValueError("\n\n".join(self.problems))
 
 
-def look(recipe: Recipe, vocab_size: int | None = None) -> Inspection:
+def look(recipe: Recipe, info: TargetInfo | None = None) -> Inspection:
     """Read and tokenise `data.train` as training would. What training would refuse is kept in `problems`, so that it can be shown;
-    raises ValueError only where nothing can be: no usable tokenizer or file, or token ids outside the target's vocabulary (if given).
+    raises ValueError only where nothing can be: no usable tokenizer or file, or token ids outside the vocabulary of the target (`info`).
     """
     data = recipe.data
     target = resolve(recipe.target.path, "target")
     tokenizer = load_tokenizer(target, recipe.target.revision, recipe.target.trust_remote_code, data.chat_template)
     template = serving_template(tokenizer, target, recipe.target.revision)
     sources = located_sources(data.train, "train")
+    vocab_size = None if info is None else info.vocab_size
     corpus = prepare(sources, template, data, what="train", vocab_size=vocab_size, limit=data.limit)
     found = Inspection(recipe=recipe, tokenizer=tokenizer, corpus=corpus)
     found.notes, found.problems = examine(corpus, data, expected_of(recipe, target, tokenizer), "train")
     if corpus:
         found.stream = _stream(recipe, corpus)
         found.certificate = certify(data, tokenizer, corpus, recipe.drafter.mask_token_id)
+    _examine_mask_token(found, info)
     return found
+
+
+def _examine_mask_token(found: Inspection, info: TargetInfo | None) -> None:
+    """One that training would refuse is a problem; one that is not chosen yet, which inspection does not need, a note with two that can be."""
+    mask_token_id, tokenizer = found.recipe.drafter.mask_token_id, found.tokenizer
+    if mask_token_id is None:
+        if info is not None and (unused := unused_ids(tokenizer, info)):
+            found.notes.append(f"drafter.mask_token_id is not set; unused here: {' or '.join(map(str, unused))}")
+        return
+    try:
+        if info is not None:
+            check_mask_token(mask_token_id, tokenizer, info)
+        check_mask_absent(mask_token_id, found.corpus, token_name(tokenizer, mask_token_id))
+    except ValueError as error:
+        found.problems.append(str(error))
 
 
 def _stream(recipe: Recipe, examples: Corpus) -> RowStream:
@@ -183,7 +201,7 @@ def write_report(found: Inspection, shown: list[TokenizedExample], *, color: boo
     print(f"answers by {found.generators()}", file=out)
     print(printable(settings_table(found.corpus.origins, data.chat_template_kwargs)), file=out)
     for note in found.notes:
-        if note.startswith("WARNING"):
+        if note.startswith(("WARNING", "drafter.mask_token_id")):
             print(printable(note), file=out)
     if stream and certificate:
         if certificate.mask_token_occurrences is not None:

@@ -55,9 +55,8 @@ def check_mask_token(mask_token_id: int | None, tokenizer: Any, target: TargetIn
     }
     for role, ids in roles.items():
         if mask_token_id in ids:
-            token = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id < len(tokenizer) else "no token"
             raise ValueError(
-                f"{name}: this is the {role} token ({token}), which conflates the mask with content; unused here: {options}"
+                f"{name}: this is the {role} token ({token_name(tokenizer, mask_token_id)}), which conflates the mask with content; unused here: {options}"
             )
     sglang = tokenizer.get_vocab().get("<|MASK|>")
     if sglang is not None and sglang != mask_token_id:
@@ -67,6 +66,11 @@ def check_mask_token(mask_token_id: int | None, tokenizer: Any, target: TargetIn
     if mask_token_id >= len(tokenizer):
         return f"{name}: an embedding row without a token; engines accept it"
     return None
+
+
+def token_name(tokenizer: Any, token_id: int) -> str:
+    """The token as the tokenizer writes it, for messages."""
+    return tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < len(tokenizer) else "no token"
 
 
 def check_mask_absent(mask_token_id: int, examples: Sequence[TokenizedExample], token: str) -> None:

@@ -179,7 +179,13 @@ def _digest(row: dict[str, Any]) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).digest()
 
 
+# Written by regeneration. A table of rows fills what a row does not have with nulls, and holds what Parquet cannot as JSON strings.
+RECORDED_FIELDS = ("prompt_ids", "response_ids", "turn_ids", "generator")
+
+
 def _conversation(row: dict[str, Any], source: str, need_answer: bool, notes: Counter[str]) -> Conversation:
+    recorded = {key: decoded(row[key]) for key in RECORDED_FIELDS if row.get(key) is not None}
+    row = {key: value for key, value in row.items() if key not in RECORDED_FIELDS} | recorded
     conversation = Conversation(
         id=str(row.get("id", "")),
         source=source,

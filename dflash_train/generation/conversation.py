@@ -14,7 +14,15 @@ from dflash_train.config.schema import RegenerateConfig
 from dflash_train.data.chat import prompt_ids
 from dflash_train.generation.base import Answer, Request
 from dflash_train.generation.provenance import row_seed
-from dflash_train.generation.tool_calls import RESULT_ROLES, Message, as_message, calls_of, splice, tool_names
+from dflash_train.generation.tool_calls import (
+    RESULT_ROLES,
+    Message,
+    as_message,
+    calls_of,
+    other_arguments,
+    splice,
+    tool_names,
+)
 from dflash_train.types import Conversation
 
 # Written anew for each row; whatever an input row says about them belongs to the answers that are replaced.
@@ -138,6 +146,8 @@ def accept(work: Work, answer: Answer, tokenizer: Any, notes: Counter[str]) -> N
             notes["ended_at_missing_tool_call"] += 1
             work.rest = []
         else:
+            if other_arguments(calls_of(old, names), calls_of(message, names)):
+                notes["tool_result_of_other_arguments"] += 1
             work.rest[:count] = spliced
     elif message.get("tool_calls"):
         # No result was recorded for what the target wants to know.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from tqdm import tqdm
 
 from dflash_train.config.schema import Api, Recipe
 from dflash_train.config.values import without_login
@@ -326,7 +327,7 @@ class OpenAIBackend:
         """Once on stderr for each `what`."""
         if (what or text) not in self.noted:
             self.noted.add(what or text)
-            print(f"note: {text}", file=sys.stderr, flush=True)
+            tqdm.write(f"note: {text}", file=sys.stderr)  # above the progress bar, not in it
 
     def _clean(self, text: str) -> str:
         """A server's words for a log: one line, not endless, without the key that it may echo."""

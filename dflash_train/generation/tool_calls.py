@@ -92,6 +92,15 @@ def splice(old: list[Call], results: list[Message], new: list[Call]) -> list[Mes
     return [_answering(ordered[chosen[number]], call) for number, call in enumerate(new)]
 
 
+def other_arguments(old: list[Call], new: list[Call]) -> bool:
+    """Whether a new call has arguments that no recorded call of its function has, as far as both are known."""
+    for call in new:
+        asked = [o.arguments for o in old if o.name == call.name and o.arguments is not None]
+        if asked and call.arguments is not None and call.arguments not in asked:
+            return True
+    return False
+
+
 def _in_order_of_calls(calls: list[Call], results: list[Message]) -> list[Message]:
     by_id = {result.get("tool_call_id"): result for result in results}
     if len(by_id) == len(results) and None not in by_id and set(by_id) == {call.id for call in calls}:

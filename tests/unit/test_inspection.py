@@ -55,8 +55,7 @@ drafter: {{block_size: 4, mask_token_id: 31, target_layer_ids: [1, 3], num_hidde
 
 
 def test_counts_are_those_of_training(recipe, capsys):
-    out = io.StringIO()
-    report = inspect(recipe(), out=out)
+    report = look(recipe()).counts()
     assert (report["rows"], report["kept"], sum(report["dropped"].values())) == (4, 3, 1)
     assert report["domains"] == {"math": 1, "default": 2}
     assert report["generators"] == {"not recorded": 2, "toy": 1}
@@ -72,25 +71,52 @@ def test_counts_are_those_of_training(recipe, capsys):
 
 def test_the_report_reads_like_this(recipe):
     out = io.StringIO()
-    inspect(recipe(), out=out)
+    with pytest.raises(ValueError, match=r"mask_token_id = 31 \(w31\) occurs 2 times in 2 of 3 training rows"):
+        inspect(recipe(), out=out)
     text = out.getvalue()
     assert "kept 3 of 4 rows" in text and "rows.jsonl:4" in text
     assert "drafter.mask_token_id 31 occurs 2 times in the data" in text
     assert "--- b (stop)\nw20 w21 w22⟦w30 w31 w32 w33 <eos>⟧" in text
     assert "\033" not in text
     out = io.StringIO()
-    inspect(recipe(), out=out, color=True, samples=1)
+    inspect(recipe("drafter.mask_token_id=155"), out=out, color=True, samples=1)
     assert GREEN in out.getvalue() and out.getvalue().count("--- ") == 1
 
 
 def test_the_number_of_shown_examples_and_the_row_limit(recipe):
     out = io.StringIO()
-    assert inspect(recipe("data.limit=1"), out=out)["rows"] == 1
+    assert inspect(recipe("data.limit=1", "drafter.mask_token_id=155"), out=out)["rows"] == 1
     assert out.getvalue().count("--- ") == 1
 
 
 def test_a_mask_token_that_is_not_set_is_not_counted(recipe):
     assert inspect(recipe("drafter.mask_token_id=null"), out=io.StringIO())["mask_token_occurrences"] is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"), [(0, "the pad token"), (160, r"must be in \[0, 160\)"), (31, "occurs 2 times")]
+)
+def test_a_mask_token_that_training_refuses_is_refused_after_the_report(recipe, mask, why):
+    r = recipe(f"drafter.mask_token_id={mask}")
+    found = look(r, outline(recipe("drafter.mask_token_id=155")).info)
+    assert found.certificate is not None
+    with pytest.raises(ValueError, match=why):
+        found.check()
+    with pytest.raises(ValueError, match=why):
+        build_stream(outline(r))
+
+
+def test_all_that_training_would_refuse_is_named_at_once(recipe):
+    with pytest.raises(ValueError, match=r"share dropped 0.250(.|\n)*mask_token_id = 31 \(w31\) occurs 2 times"):
+        inspect(recipe("data.max_dropped=0.1"), out=io.StringIO())
+
+
+def test_where_no_mask_token_is_chosen_two_are_named(recipe):
+    found = look(recipe("drafter.mask_token_id=null"), outline(recipe("drafter.mask_token_id=155")).info)
+    found.check()
+    out = io.StringIO()
+    write_report(found, [], color=False, out=out)
+    assert "drafter.mask_token_id is not set; unused here: 7 or 8" in out.getvalue()
 
 
 def test_data_without_a_prompt_is_refused(recipe):

@@ -127,6 +127,23 @@ def test_token_ids_are_validated_and_kept(tmp_path: Path) -> None:
     assert kept.dropped == {"bad_ids": 4}
 
 
+def test_what_regeneration_recorded_survives_a_table(tmp_path: Path) -> None:
+    """Tables fill absent fields with nulls, and Parquet holds no empty objects, so that they are written as text."""
+    generator = {"model": "m", "chat_template_kwargs": {}}
+    turns = [{"prompt_ids": [1], "response_ids": [2]}, {"prompt_ids": [1, 2, 3], "response_ids": [4]}]
+    once = {"prompt_ids": [1], "response_ids": [2], "generator": generator, "messages": [USER, ANSWER]}
+    twice = {"turn_ids": turns, "generator": generator, "messages": [USER, ANSWER, USER, ANSWER]}
+    nulls = {"prompt_ids": None, "response_ids": None, "turn_ids": None, "generator": None, "tools": None}
+    texts = {"generator": json.dumps(generator), "chat_template_kwargs": "{}"}
+    plain, _ = read_conversations([write(tmp_path / "a.jsonl", [once, twice])])
+    table = [nulls | {"id": c.id} | row | texts for c, row in zip(plain, [once, twice], strict=True)]
+    filled, kept = read_conversations([write(tmp_path / "b.jsonl", table)])
+    assert not kept.dropped
+    for a, b in zip(plain, filled, strict=True):
+        assert (a.prompt_ids, a.response_ids, a.metadata) == (b.prompt_ids, b.response_ids, b.metadata)
+        assert a.metadata["generator"] == generator
+
+
 def test_other_layouts_and_prompts_without_answers(tmp_path: Path) -> None:
     rows = [
         {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "domain": "math"},

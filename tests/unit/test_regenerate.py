@@ -441,7 +441,11 @@ def test_recorded_results_follow_the_new_calls(target: Path, tmp_path: Path) -> 
 
     manifest = regenerate(recipe, Stub(answer))
     rows = {row["id"]: row for row in rows_of(recipe)}
-    assert manifest["notes"] == {"ended_at_missing_tool_call": 2, "ended_at_unanswered_tool_call": 1}
+    assert manifest["notes"] == {
+        "ended_at_missing_tool_call": 2,
+        "ended_at_unanswered_tool_call": 1,
+        "tool_result_of_other_arguments": 1,  # nobody asked for Kiel when the results were recorded
+    }
     _, called, *results, last = rows["same"]["messages"]
     assert [call["function"]["arguments"]["at"] for call in called["tool_calls"]] == ["Bremen", "Kiel", "Kiel"]
     assert results == [result("tide 2", "x"), result("tide 1", "y"), result("wind 5", "z")]
