@@ -291,7 +291,7 @@ def test_the_certificate_of_a_run_is_left_alone(tmp_path, target_dir):
 
 def test_text_of_the_data_cannot_command_the_terminal(recipe):
     out = io.StringIO()
-    inspect(recipe(rows=[{**ROWS[0], "id": "a\x1b[2J", "domain": "\u202emath"}]), out=out)
+    inspect(recipe("drafter.mask_token_id=155", rows=[{**ROWS[0], "id": "a\x1b[2J", "domain": "\u202emath"}]), out=out)
     assert "\x1b" not in out.getvalue() and "\u202e" not in out.getvalue() and "a\\u001b[2J" in out.getvalue()
 
     class Hostile:
