@@ -322,7 +322,8 @@ def report_text(report: dict[str, Any]) -> str:
             else f"{report['decoded_together']} prompts together"
         )
         lines.append(
-            f"speed: {report['speedup']:.2f}x plain decoding ({report['plain_seconds']:.1f} s against {report['speculative_seconds']:.1f} s, {alone})"
+            f"speed: {report['speedup']:.2f}x plain decoding ({report['plain_seconds']:.1f} s against {report['speculative_seconds']:.1f} s, {alone}), "
+            f"{report['tokens_per_second']:.0f} tokens/s"
         )
     if report["cost"]:
         cost, memory = report["cost"], report["memory"]
