@@ -9,7 +9,7 @@ resemble each other.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ LEVEL = 0.95
 DRAWS = 2000
 FEW = 5  # prompts; below, a bootstrap interval is too narrow to be trusted
 LOOPING = 0.5  # share of repeated tokens above which an answer loops
+ALL, UNNAMED = "all", "no_domain"  # the pooled row; the rows of prompts without a domain, beside named ones
 VERDICTS = ("identical", "near_tie", "different")
 
 
@@ -128,6 +129,13 @@ def _bootstrap(
     ]
     low, high = np.quantile(np.concatenate(values), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def domain_rows(domains: Iterable[str]) -> dict[str, str]:
+    """{domain: the name of its row}, sorted. ALL names the pooled row everywhere, and is also the domain of prompts that have none (or are
+    called so): beside others their row is UNNAMED, alone they have no row besides the pooled one."""
+    names = sorted(set(domains))
+    return {} if names == [ALL] else {name: UNNAMED if name == ALL else name for name in names}
 
 
 # --- split by what is known of a prompt or a round --------------------------------------------------------------
@@ -474,6 +482,7 @@ def measure(results: Sequence[PromptResult], block_size: int, seed: int) -> dict
 
 
 NAME_WIDTH = 40
+FEW_NOTE = f"* fewer than {FEW} prompts: the interval is too narrow"
 SLOTS_A_LINE = 15
 
 
@@ -481,15 +490,16 @@ def summary_lines(report: dict[str, Any]) -> str:
     """What `measure` returns, as plain text of at most 100 columns for a person."""
     sections = [("context tokens", report["tau_by_context"]), *report["tau_by_tag"].items()]
     sections = [(title, cells) for title, cells in sections if cells]
-    tables = [report["tau"], *(cells for _, cells in sections)]
+    domains = [(row, report["tau"][name]) for name, row in domain_rows(report["tau"]).items()]
+    tables = [dict(domains), *(cells for _, cells in sections)]
     width = min(max(len(name) for name in ["domain", *(name for cells in tables for name in cells)]), NAME_WIDTH) + 1
     lines = ["tau: tokens gained per target pass, bonus token included; intervals by resampling prompts"]
     lines += [f"{'domain':<{width}}{'tau':>7}{'95 % interval':>16}{'rounds':>10}{'tokens':>11}{'prompts':>9}"]
-    lines += [_cell_line(name, cell, width) for name, cell in [*report["tau"].items(), ("all", report["tau_all"])]]
+    lines += [_cell_line(name, cell, width) for name, cell in [*domains, (ALL, report["tau_all"])]]
     for title, cells in sections:
         lines += ["", _short(title), *(_cell_line(name, cell, width) for name, cell in cells.items())]
-    if any(0 < cell["prompts"] < FEW for cells in tables for cell in cells.values()):
-        lines.append(f"* fewer than {FEW} prompts: the interval is too narrow")
+    if any(0 < cell["prompts"] < FEW for cells in [*tables, {ALL: report["tau_all"]}] for cell in cells.values()):
+        lines.append(FEW_NOTE)
     lines += ["", *_slot_lines(report["slots"]), "", *_lossless_lines(report), *_repetition_lines(report)]
     return "\n".join(lines)
 
@@ -505,9 +515,12 @@ def _two(value: float | None) -> str:
 
 def _cell_line(name: str, cell: dict[str, Any], width: int) -> str:
     interval = "-" if cell["interval"] is None else "[{:.2f}-{:.2f}]".format(*cell["interval"])
-    few = "*" if 0 < cell["prompts"] < FEW else ""
-    counts = f"{cell['rounds']:>10}{cell['tokens']:>11}{cell['prompts']:>9}{few}"
+    counts = f"{cell['rounds']:>10}{cell['tokens']:>11}{cell['prompts']:>9}{_few(cell['prompts'])}"
     return f"{_short(name):<{width}}{_two(cell['value']):>7}{interval:>16}{counts}"
+
+
+def _few(prompts: int) -> str:
+    return "*" if 0 < prompts < FEW else ""
 
 
 def _slot_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -523,7 +536,12 @@ def _slot_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def _lossless_lines(found: dict[str, Any]) -> list[str]:
     if found["lossless"] is None:
-        return ["losslessness: no output was compared with plain decoding"]
+        why = (
+            f" (temperature {found['temperature']:g}: the distributions agree, not the texts)"
+            if found.get("temperature")
+            else ""
+        )
+        return [f"losslessness: no output was compared with plain decoding{why}"]
     verdict = "lossless" if found["lossless"] else "NOT LOSSLESS"
     lines = [
         f"{verdict}: {found['identical']} of {found['checked']} outputs token-identical to plain decoding, "
@@ -554,11 +572,14 @@ def comparison_lines(found: dict[str, Any], a: str, b: str) -> str:
     lines.append(
         f"{'domain':<16}{'tau a':>8}{'tau b':>8}{'b - a':>8}{'95 % interval':>18}{'better':>8}{'worse':>8}{'p':>8}"
     )
-    for name, cell in [*found["by_domain"].items(), ("all", found)]:
+    domains = [(row, found["by_domain"][name]) for name, row in domain_rows(found["by_domain"]).items()]
+    for name, cell in [*domains, (ALL, found)]:
         interval = "-" if cell["interval"] is None else "[{:+.2f}, {:+.2f}]".format(*cell["interval"])
         shares = "".join("       -" if cell[k] is None else f"{cell[k]:>8.0%}" for k in ("better", "worse"))
         difference = "-" if cell["difference"] is None else f"{cell['difference']:+.2f}"
         p_value = "-" if cell["p_value"] is None else f"{cell['p_value']:.3f}"
         taus = f"{_two(cell['tau_a']['value']):>8}{_two(cell['tau_b']['value']):>8}"
-        lines.append(f"{_short(name):<16}{taus}{difference:>8}{interval:>18}{shares}{p_value:>8}")
+        lines.append(f"{_short(name):<16}{taus}{difference:>8}{interval:>18}{shares}{p_value:>8}{_few(cell['pairs'])}")
+    if any(_few(cell["pairs"]) for _, cell in [*domains, (ALL, found)]):
+        lines.append(FEW_NOTE)
     return "\n".join(lines)

@@ -116,10 +116,21 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
         if not ids:
             kept.reject("empty_prompt", c.source)
             continue
+        room = o.info.max_position_embeddings - len(ids)
+        if room < 1:
+            kept.reject("beyond_context", c.source)  # the target was never trained to answer there
+            continue
+        if room < o.recipe.evaluate.max_new_tokens:
+            kept.notes[f"prompts whose answers may pass the target's {o.info.max_position_embeddings} positions"] += 1
         taken[c.domain] = taken.get(c.domain, 0) + 1
         kwargs = {**o.recipe.data.chat_template_kwargs, **c.chat_template_kwargs}
         prompts.append(Prompt(id=c.id, domain=c.domain, token_ids=list(ids), tags=mode_tags(kwargs)))
-    kept.check(o.recipe.data.max_dropped)
+    try:
+        kept.check(o.recipe.data.max_dropped)
+    except ValueError as error:
+        raise ValueError(f"data.heldout = {o.recipe.data.heldout}: {error}") from None
+    if kept.dropped or kept.notes:
+        say(f"held-out prompts: {kept.table()}")
     return prompts
 
 
@@ -341,6 +352,9 @@ def open_drafter(
 def open_source(source: str, config: str | None, overrides: list[str]) -> OpenedRun:
     """A run, checkpoint or export with the target of its recipe (or of `config`), ready for evaluation."""
     o, state, folder, step = open_drafter(source, config, overrides)
+    trained, wanted = o.spec.block_size, o.recipe.evaluate.block_sizes
+    if max(wanted, default=0) > trained:
+        raise ValueError(f"evaluate.block_sizes = {wanted}: each must be in [2, {trained}], the trained block")
     module = build_step(o, ranks.start(o.recipe.engine.timeout_minutes))
     module.drafter.load_state_dict(state)
     module.eval()

@@ -428,5 +428,10 @@ def check_source(run: OpenedRun) -> GapReport | None:
 
 
 def _spec_of(recorded: dict[str, Any]) -> DrafterSpec:
-    lists = {name: tuple(recorded[name]) for name in ("target_layer_ids", "layer_types")}
-    return DrafterSpec(**(recorded | lists))
+    try:
+        lists = {name: tuple(recorded[name]) for name in ("target_layer_ids", "layer_types")}
+        return DrafterSpec(**(recorded | lists))
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"dflash_train.json: its spec is not one of a drafter ({error}); export the drafter again"
+        ) from None

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dflash_train import acceptance
 from dflash_train.acceptance import PromptResult, Tau
 from dflash_train.build import SOURCE_HELP, OpenedRun, open_source
-from dflash_train.client import check_source
+from dflash_train.client import check_source, require_client
 from dflash_train.config.load import CheckFailed, parse, parser, run_command
 from dflash_train.config.schema import EvaluateConfig
 from dflash_train.dashboard.page import write_report
@@ -72,6 +72,10 @@ def decode_prompts(
     progress: Progress | None = None,
 ) -> Decoding:
     """Decode every prompt, together in slots where the target allows it (CUDA, 16 bits), else one after the other."""
+    trained = step.drafter.spec.block_size
+    block_size = trained if block_size is None else block_size
+    if not 2 <= block_size <= trained:
+        raise ValueError(f"block_size = {block_size}: must be in [2, {trained}], the trained block")
     step.eval()
     batched = step.target.side_by_side and step.dtype != torch.float32
     decoding = (_together if batched else _one_by_one)(step, prompts, config, stop_ids, block_size, plain, progress)
@@ -170,7 +174,7 @@ def _result(
     block_size: int | None,
     plain_ids: list[int] | None,
 ) -> PromptResult:
-    K = block_size or step.drafter.spec.block_size
+    K = step.drafter.spec.block_size if block_size is None else block_size
     before = np.cumsum([1, *decoded.rounds])[:-1]
     return PromptResult(
         id=prompt.id,
@@ -405,6 +409,16 @@ def write_decoded(path: Path, results: list[PromptResult], tokenizer: Any) -> No
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+def check_same_target(run: OpenedRun, other: OpenedRun) -> None:
+    """Raise ValueError unless both drafters are for one target: another one reads other tokens, and answers something else."""
+    mine, theirs = (f"{one.outline.info.path}@{one.outline.info.revision}" for one in (run, other))
+    if mine != theirs:
+        raise ValueError(
+            f"--against: {run.source} is for the target {mine}, {other.source} for {theirs}; tau compares drafters of one target "
+            "(target.path=... sets it for both)"
+        )
+
+
 def compare_sources(run: OpenedRun, other: OpenedRun) -> dict[str, Any]:
     """Both drafters decode the held-out prompts of the first; see `acceptance.compare`."""
     config, prompts = run.recipe.evaluate, run.heldout_prompts()
@@ -425,8 +439,11 @@ def main(argv: list[str]) -> int:
     run = open_source(args.source, args.config, args.overrides)
     if args.against:
         other = open_source(args.against, args.config, args.overrides)
+        check_same_target(run, other)
         print(acceptance.comparison_lines(compare_sources(run, other), args.source, args.against))
         return 0
+    if run.recipe.data.heldout:
+        require_client(run.recipe.evaluate, prompts=True)  # before an hour of decoding
     result = evaluate(run)
     for name, table in result.get("teacher_forced", {}).items():
         if name in ("recall", "oracle_accept_len"):

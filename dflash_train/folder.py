@@ -97,16 +97,20 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """The training record of one of our exports; empty for a folder that somebody else made."""
-    return read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    for key in ("spec", "target", "provenance"):
+        if not isinstance(record.get(key, {}), dict):
+            raise ValueError(f"{folder / RECORD}: {key} = {record[key]!r}: must be an object; export the drafter again")
+    return record
 
 
 def normalised(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the keys filled in that older drafters leave out and that every engine then takes alike."""
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     filled = dict(config)
-    if kinds is None and layers is not None and not config.get("use_sliding_window"):
+    if kinds is None and isinstance(layers, int) and not config.get("use_sliding_window"):
         filled["layer_types"] = kinds = [FULL] * layers
-    if config.get("is_causal") is None and kinds and SLIDING not in kinds:
+    if config.get("is_causal") is None and isinstance(kinds, list) and kinds and SLIDING not in kinds:
         filled["is_causal"] = False  # on a sliding layer engines disagree about an absent key, on full ones they do not
     return filled
 
@@ -122,11 +126,22 @@ def config_faults(config: dict[str, Any], spec: DrafterSpec) -> list[str]:
         faults.append(
             f"layer_types = {list(spec.layer_types)}: needs {spec.num_hidden_layers} entries, {SLIDING} or {FULL}"
         )
+    outside = [i for i in spec.target_layer_ids if not 0 <= i < spec.num_target_layers]
+    if outside or not spec.target_layer_ids:
+        faults.append(
+            f"target_layer_ids = {list(spec.target_layer_ids)}: must be layers of the target, 0 to {spec.num_target_layers - 1}"
+        )
+    if spec.num_key_value_heads < 1 or spec.num_attention_heads % spec.num_key_value_heads:
+        faults.append(
+            f"num_attention_heads = {spec.num_attention_heads}: must be a multiple of num_key_value_heads = {spec.num_key_value_heads}"
+        )
+    if spec.block_size < 2:
+        faults.append(f"block_size = {spec.block_size}: a block is an anchor and at least one draft")
     if SLIDING in spec.layer_types and spec.sliding_window is None:
         faults.append("sliding_attention layers, but use_sliding_window is not true or sliding_window is null")
-    both = {p["block_size"] for p in (config, config.get("dflash_config") or {}) if "block_size" in p}
-    if len(both) > 1:
-        faults.append(f"block_size: {sorted(both)} in two places; engines choose differently")
+    both = [p["block_size"] for p in (config, config.get("dflash_config") or {}) if "block_size" in p]
+    if any(size != both[0] for size in both):
+        faults.append(f"block_size: {sorted(both, key=str)} in two places; engines choose differently")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mrope_section") or kind != "default":

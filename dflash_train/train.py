@@ -50,12 +50,13 @@ from dflash_train.checkpoint import (
 from dflash_train.client import GapReport, gap_alarm, require_client
 from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import ClientCheck, Recipe
+from dflash_train.config.values import nearest
 from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.export import check_output, export_run, rewrite_card
-from dflash_train.heldout import Values, decoded_values, first_of_each_domain, teacher_forced_values
+from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
 from dflash_train.optim import build_optimizer, lr_at
@@ -151,7 +152,7 @@ def start(recipe: Recipe) -> Run:
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
     heldout = heldout_examples(o) if recipe.data.heldout else []
     prompts = heldout_prompts(o) if recipe.data.heldout else []
-    check_heldout(recipe, heldout, prompts)
+    check_heldout(recipe, heldout, prompts, o.spec.selector_top_k)
     total = recipe.train.max_steps or stream.steps_of(recipe.train.num_epochs)
     if not total:
         raise ValueError(
@@ -212,7 +213,7 @@ def start(recipe: Recipe) -> Run:
     )
 
 
-def check_heldout(recipe: Recipe, heldout: list[TokenizedExample], prompts: list[Prompt]) -> None:
+def check_heldout(recipe: Recipe, heldout: list[TokenizedExample], prompts: list[Prompt], candidates: int) -> None:
     """Raise ValueError where a knob needs held-out rows that are not there."""
     train = recipe.train
     require_client(recipe.evaluate, prompts=bool(prompts))
@@ -224,6 +225,13 @@ def check_heldout(recipe: Recipe, heldout: list[TokenizedExample], prompts: list
         raise ValueError(
             f"train.best_metric = {train.best_metric}: data.heldout = {recipe.data.heldout} has prompts without answers; regenerate them "
             "with the target, or set train.best_metric=decoded/tau and train.decode_every_steps"
+        )
+    logged = names(heldout, prompts, candidates)
+    if train.best_metric not in logged:
+        kind = train.best_metric.partition("/")[0] + "/"
+        raise ValueError(
+            f"train.best_metric = {train.best_metric}: no such metric is logged{nearest(train.best_metric, logged)}; "
+            f"there are {', '.join(name for name in logged if name.startswith(kind))}"
         )
 
 
@@ -404,9 +412,6 @@ def keep_best(run: Run, done: int, values: Values) -> None:
     kind = metric.partition("/")[0] + "/"
     if not any(name.startswith(kind) for name in values):
         return  # the other kind of evaluation
-    if metric not in values:
-        names = ", ".join(name for name in values if name.startswith(kind))
-        raise ValueError(f"train.best_metric = {metric}: no such metric is logged; name one of {names}")
     value, best = values[metric], run.state.best
     if value is None or (best is not None and done <= best.step):
         return  # nothing was measured, or this evaluation is done again after a resume

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dflash_train import ranks
-from dflash_train.acceptance import Tau, cutoffs, oracle_counts, oracle_table
+from dflash_train.acceptance import ALL, Tau, cutoffs, domain_rows, oracle_counts, oracle_table
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.stream import assemble
 from dflash_train.method import DraftStep, scatter_slots
@@ -148,20 +148,21 @@ def walk_rounds(anchors: np.ndarray, accepted: np.ndarray) -> list[int]:
 def teacher_forced(step: DraftStep, examples: list[TokenizedExample]) -> dict[str, Any]:
     """Held-out acceptance, per domain and pooled. Ranks share the documents; every rank calls it and gets the whole table.
 
-    walk_tau, base_walk_tau, accept_len, base_accept_len (the selector's path and the base top-1): domain -> Tau, "all" pooled. recall and
+    walk_tau, base_walk_tau, accept_len, base_accept_len (the selector's path and the base top-1): row of a domain -> Tau, ALL pooled. recall and
     oracle_accept_len: see `acceptance.oracle_table`.
     """
     was_training = step.training
     step.eval()
     names = ("walk_tau", "base_walk_tau", "accept_len", "base_accept_len")
-    domains = [*sorted({e.domain for e in examples}), "all"]
+    row_of = domain_rows(e.domain for e in examples)
+    domains = [*row_of.values(), ALL]
     sums = np.zeros((len(names), len(domains), 2))
     candidates = max(1, step.drafter.spec.selector_top_k)
     counts = np.zeros((2, 1 + len(cutoffs(candidates))), np.int64)
     mine = examples[ranks.rank() :: ranks.world_size()]
     for group in in_groups(mine, step.target.device):
         for i, found in zip(group, at_anchors(step, [mine[i] for i in group]), strict=True):
-            columns = [domains.index(mine[i].domain), len(domains) - 1]
+            columns = sorted({domains.index(row_of.get(mine[i].domain, ALL)), len(domains) - 1})
             for first, accepted in ((0, found.path), (1, found.base)):
                 rounds = walk_rounds(found.anchors, accepted)
                 sums[first, columns] += (sum(rounds), len(rounds))

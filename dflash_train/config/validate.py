@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 
 from dflash_train.config.mixture import settings
-from dflash_train.config.schema import Backend, DataConfig, LongDocuments, Precision, Recipe, RegenerateConfig
+from dflash_train.config.schema import (
+    Backend,
+    DataConfig,
+    EvaluateConfig,
+    LongDocuments,
+    Precision,
+    Recipe,
+    RegenerateConfig,
+)
 from dflash_train.config.sources import read_sources
 from dflash_train.config.values import is_address, without_login
 
@@ -19,6 +29,11 @@ def validate(recipe: Recipe, where: str) -> None:
         if not ok:
             raise ValueError(f"{where}: {name} = {value}: {rule}")
 
+    for group in fields(recipe):
+        knobs = getattr(recipe, group.name)
+        for name, value in vars(knobs).items() if is_dataclass(knobs) else ():
+            if isinstance(value, float):
+                need(math.isfinite(value), f"{group.name}.{name}", value, "must be a finite number")
     d, o, t, p = recipe.drafter, recipe.objective, recipe.train, recipe.optimizer
     for name, value in [
         ("train.global_batch_size", t.global_batch_size), ("train.micro_batch_size", t.micro_batch_size),
@@ -34,7 +49,7 @@ def validate(recipe: Recipe, where: str) -> None:
         ("train.max_steps", t.max_steps), ("train.eval_every_steps", t.eval_every_steps), ("data.limit", recipe.data.limit), ("data.workers", recipe.data.workers),
         ("train.decode_every_steps", t.decode_every_steps), ("train.patience", t.patience),
         ("train.checkpoint_every_steps", t.checkpoint_every_steps), ("evaluate.max_prompts", recipe.evaluate.max_prompts),
-        ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
+        ("evaluate.batch_size", recipe.evaluate.batch_size), ("regenerate.limit", recipe.regenerate.limit), ("regenerate.batch_size", recipe.regenerate.batch_size), ("engine.threads", recipe.engine.threads),
     ]:  # fmt: skip
         need(value is None or value >= 1, name, value, "must be null or at least 1")
     for name, value in [
@@ -121,6 +136,11 @@ def validate(recipe: Recipe, where: str) -> None:
     gamma = o.loss_decay_gamma
     need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
     need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
+    for name, value in [
+        ("train.seed", t.seed), ("regenerate.seed", recipe.regenerate.seed), ("evaluate.seed", recipe.evaluate.seed),
+    ]:  # fmt: skip
+        need(value >= 0, name, value, "must not be negative")
+    _validate_evaluation(recipe.evaluate, need)
     _validate_choice(recipe, need)
     _validate_regeneration(recipe.regenerate, where, need)
     need(
@@ -129,6 +149,16 @@ def validate(recipe: Recipe, where: str) -> None:
         "auto",
         "name the format: bfloat16 or float32",
     )
+
+
+def _validate_evaluation(e: EvaluateConfig, need: Callable[[bool, str, object, str], None]) -> None:
+    need(e.temperature >= 0, "evaluate.temperature", e.temperature, "must not be negative; 0 is greedy")
+    need(0 < e.top_p <= 1, "evaluate.top_p", e.top_p, "must be in (0, 1]")
+    need(e.top_k >= 0, "evaluate.top_k", e.top_k, "must not be negative; 0 is all")
+    rule = "must be null or not negative; 0 lets nothing pass as a tie"
+    need(e.near_tie is None or e.near_tie >= 0, "evaluate.near_tie", e.near_tie, rule)
+    rule = "a block is an anchor and at least one drafted slot: each must be at least 2"
+    need(all(K >= 2 for K in e.block_sizes), "evaluate.block_sizes", e.block_sizes, rule)
 
 
 def _validate_choice(recipe: Recipe, need: Callable[[bool, str, object, str], None]) -> None:

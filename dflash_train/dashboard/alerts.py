@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
-from dflash_train.dashboard.run import Points, RunView
+from dflash_train.dashboard.run import CERTIFICATE, EVALUATION, METRICS, UNEXPECTED, Points, RunView
 
 FALL = 0.02  # held-out tau this much below its best, while training goes on rising
 SPIKE, BEFORE = 10.0, 20  # a gradient norm so many times the median of as many windows before it
@@ -24,7 +24,12 @@ class Alert(NamedTuple):
 
 def alerts(view: RunView) -> list[Alert]:
     """The run's warnings, the worst first."""
-    found = [*_of_evaluation(view), *_of_training(view), *_of_data(view)]
+    found: list[Alert] = []
+    for judge, file in ((_of_evaluation, EVALUATION), (_of_training, METRICS), (_of_data, CERTIFICATE)):
+        try:
+            found += judge(view)
+        except UNEXPECTED as error:
+            view.not_as_written(file, error)
     found += [Alert(False, "Not read", text) for text in view.unreadable]
     return sorted(found, key=lambda alert: not alert.bad)
 

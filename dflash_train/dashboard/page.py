@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from dflash_train.assets import ASSETS, public_name
 from dflash_train.dashboard.alerts import alerts, part
 from dflash_train.dashboard.charts import Series, bar_chart, interval_bar, line_chart, number, percent
-from dflash_train.dashboard.run import RunView, read_run
+from dflash_train.dashboard.run import CERTIFICATE, CONFIG, DECODED, EVALUATION, METRICS, UNEXPECTED, RunView, read_run
 from dflash_train.metrics import slot_metric
 
 PAGE = "report.html"  # its name in a run's folder
@@ -41,20 +41,21 @@ def write_report(folder: Path, output: Path | None = None, *, refresh: float | N
 def run_page(view: RunView, *, now: float, refresh: float | None = None) -> str:
     """The page. now: seconds since 1970, stated on it; refresh: seconds after which it loads itself again, None: never."""
     name = view.folder.resolve().name
+    drawn = [
+        _drawn(draw, view, file)
+        for draw, file in (
+            (_tiles, EVALUATION), (_curves, METRICS), (_slots, EVALUATION), (_evaluation, EVALUATION), (_samples, DECODED), (_data, CERTIFICATE)
+        )
+    ]  # fmt: skip
     parts = [
         f'<h1 class="wrap">{escape(name)}</h1>',
-        f'<p class="muted wrap">{_about(view)}</p>',
-        f'<p class="muted wrap">{_status(view, now)}</p>',
+        f'<p class="muted wrap">{_drawn(_about, view, CONFIG)}</p>',
+        f'<p class="muted wrap">{_drawn(lambda v: _status(v, now), view, CONFIG)}</p>',
         *(
             f'<div class="{"alert" if a.bad else "note"}" role="{"alert" if a.bad else "note"}"><b>{escape(a.title)}.</b> {escape(a.text)}</div>'
             for a in alerts(view)
         ),
-        _tiles(view),
-        _curves(view),
-        _slots(view),
-        _evaluation(view),
-        _samples(view),
-        _data(view),
+        *drawn,
     ]
     body = "".join(part for part in parts if part)
     again = "" if refresh is None else f' data-refresh="{refresh:g}"'
@@ -76,6 +77,15 @@ def run_page(view: RunView, *, now: float, refresh: float | None = None) -> str:
 </body>
 </html>
 """
+
+
+def _drawn(draw: Callable[[RunView], str], view: RunView, file: str) -> str:
+    """One part of the page; nothing, and a warning, where the file that it is made of holds something else."""
+    try:
+        return draw(view)
+    except UNEXPECTED as error:
+        view.not_as_written(file, error)
+        return ""
 
 
 def _asset(name: str) -> str:
@@ -354,7 +364,7 @@ def _forced(forced: dict[str, Any]) -> str:
     rows = [
         [escape(domain), *(_two((forced[name].get(domain) or {}).get("value")) for name in names)] for domain in domains
     ]
-    return _table(["domain", *map(escape, names)], rows)
+    return _table(["domain", *names], rows)
 
 
 def _two(value: float | None) -> str:
@@ -362,14 +372,14 @@ def _two(value: float | None) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already; all but the first are numbers."""
+    """The head is text, cells are HTML already; all but the first are numbers."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         made = (f'<{tag} class="{"n" if i else "w"}">{cell}</{tag}>' for i, cell in enumerate(cells))
         return f"<tr>{''.join(made)}</tr>"
 
     body = "".join(line("td", cells) for cells in rows)
-    return f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>\n'
+    return f'<div class="scroll"><table><thead>{line("th", [escape(word) for word in head])}</thead><tbody>{body}</tbody></table></div>\n'
 
 
 # --- samples ---

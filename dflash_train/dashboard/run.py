@@ -23,6 +23,9 @@ CONFIG, CERTIFICATE, EVALUATION, DECODED, NOTES = (
 )  # fmt: skip
 WATCHED = (METRICS, CONFIG, CERTIFICATE, EVALUATION, DECODED, NOTES)
 
+# What reading a value of another kind than was written raises.
+UNEXPECTED = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError, OverflowError)
+
 Points = list[tuple[int, float]]
 
 
@@ -52,6 +55,12 @@ class RunView:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
+
+    def not_as_written(self, file: str, error: Exception) -> None:
+        """Remember that a file holds something else than was written there."""
+        text = f"{file}: holds something else than this version writes ({type(error).__name__}: {str(error)[:80]})"
+        if not any(known.startswith(f"{file}: holds something else") for known in self.unreadable):
+            self.unreadable.append(text)
 
     @property
     def step(self) -> int:
@@ -183,6 +192,7 @@ def _is_sample(row: Any) -> bool:
         and all(isinstance(p, str) for p in pieces)
         and all(isinstance(r, int) and r > 0 for r in rounds)
         and sum(rounds) <= max(0, len(pieces) - 1)
+        and isinstance(row.get("accepted") or rounds, list)
         and len(row.get("accepted") or rounds) == len(rounds)
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from dflash_train.config.schema import DrafterConfig
 from dflash_train.types import TargetInfo
@@ -201,6 +201,9 @@ def to_hf_config(spec: DrafterSpec, *, dtype: str, bos: int | None, eos: int | N
 
 def from_hf_config(config: dict[str, Any]) -> DrafterSpec:
     """The spec that a drafter's config.json states. Raises ValueError naming the missing key."""
+    for key in ("dflash_config", "rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"config.json: {key} = {config[key]!r}: must be an object")
     nested = config.get("dflash_config") or {}
 
     def read(key: str, *places: dict[str, Any]) -> Any:
@@ -218,10 +221,10 @@ def from_hf_config(config: dict[str, Any]) -> DrafterSpec:
     rope = config.get("rope_parameters") or {}
     if "rope_theta" not in rope and "rope_theta" not in config:
         raise ValueError("config.json has no rope_theta, neither in rope_parameters nor at the top")
-    return DrafterSpec(
+    stated = dict(
         block_size=read("block_size", nested, config),
         mask_token_id=read("mask_token_id", nested),
-        target_layer_ids=tuple(read("target_layer_ids", nested)),
+        target_layer_ids=read("target_layer_ids", nested),
         num_hidden_layers=layers,
         hidden_size=read("hidden_size", config),
         vocab_size=read("vocab_size", config),
@@ -230,20 +233,40 @@ def from_hf_config(config: dict[str, Any]) -> DrafterSpec:
         num_key_value_heads=read("num_key_value_heads", config),
         head_dim=read("head_dim", config),
         rms_norm_eps=read("rms_norm_eps", config),
-        rope_theta=float(read("rope_theta", rope, config)),
+        rope_theta=read("rope_theta", rope, config),
         max_position_embeddings=read("max_position_embeddings", config),
         sliding_window=config["sliding_window"] if sliding else None,
-        layer_types=tuple(read("layer_types", config)),
+        layer_types=read("layer_types", config),
         is_causal=bool(read("is_causal", config)),
         conv_kernel_size=optional("conv_kernel_size", 0),
         conv_group_size=optional("conv_group_size", UNUSED),
         selector_rank=optional("selector_rank", 0),
         selector_top_k=optional("selector_top_k", UNUSED),
-        output_multiplier=float(optional("output_multiplier", 1.0)),
+        output_multiplier=optional("output_multiplier", 1.0),
         final_logit_softcapping=optional("final_logit_softcapping", None),
-        input_embedding_scale=float(optional("input_embedding_scale", 1.0)),
+        input_embedding_scale=optional("input_embedding_scale", 1.0),
         num_target_layers=read("num_target_layers", config),
     )
+    kinds = get_type_hints(DrafterSpec)
+    return DrafterSpec(**{name: _as(kinds[name], value, name) for name, value in stated.items()})
+
+
+def _as(kind: Any, value: Any, name: str) -> Any:
+    """`value` of config.json as a field of that type. Raises ValueError naming the key."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (tuple[int, ...], tuple[str, ...]):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"config.json: {name} = {value!r}: must be a list")
+        return tuple(_as(get_args(kind)[0], item, name) for item in value)
+    if value is None and type(None) in get_args(kind):
+        return None
+    if float in (kind, *get_args(kind)) and number:
+        return float(value)
+    if int in (kind, *get_args(kind)) and number and not isinstance(value, float):
+        return value
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    raise ValueError(f"config.json: {name} = {value!r}: must be {getattr(kind, '__name__', kind)}")
 
 
 def tensor_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:

@@ -87,7 +87,7 @@ def speculative_decode(
     """
     target: HFTarget = step.target
     spec, device = step.drafter.spec, target.device
-    K = block_size or spec.block_size
+    K = spec.block_size if block_size is None else block_size
     if not 2 <= K <= spec.block_size:
         raise ValueError(f"block_size = {K}: must be in [2, {spec.block_size}], the trained block")
     generator = torch.Generator().manual_seed(seed)

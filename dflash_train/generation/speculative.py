@@ -62,7 +62,7 @@ class SpeculativeSlots(Slots):
         sampling: Sampling = Sampling(),  # noqa: B008  (immutable)
         graphs: bool = True,
     ):
-        self.block_size = block_size or step.drafter.spec.block_size
+        self.block_size = step.drafter.spec.block_size if block_size is None else block_size
         self.ahead, self.sampling = self.block_size, sampling
         self.draws = draws_per_round(self.block_size) if sampling.temperature > 0 else 1
         target = step.target

@@ -11,11 +11,13 @@ import toys
 from safetensors.torch import load_file
 
 import dflash_train.train as training
-from dflash_train import evaluate, export, folder
+from dflash_train import evaluate, export, folder, heldout
 from dflash_train.build import open_source
 from dflash_train.checkpoint import Best, read_state
 from dflash_train.config.load import CheckFailed, load_recipe
-from dflash_train.config.schema import Recipe
+from dflash_train.config.schema import EvaluateConfig, Recipe
+from dflash_train.types import Prompt
+from dflash_train.walk import answered
 
 TOTAL = 8
 
@@ -301,11 +303,25 @@ def test_what_the_recipe_alone_shows_to_be_wrong(recipe, overrides, message):
     assert message in str(error.value)
 
 
-def test_an_unknown_metric_is_named_with_those_that_exist(recipe):
+def test_an_unknown_metric_is_named_with_those_that_exist(recipe, tmp_path):
     with pytest.raises(
-        ValueError, match=r"best_metric = heldout/walk_taw: no such metric is logged; name one of heldout/walk_tau"
+        ValueError, match=r"best_metric = heldout/walk_taw: no such metric is logged; did you mean 'heldout/walk_tau"
     ):
-        training.train(recipe("run", "train.best_metric=heldout/walk_taw"))
+        training.train(recipe("run", "train.best_metric=heldout/walk_taw", "train.eval_every_steps=null"))
+    assert not (tmp_path / "run").exists()  # found before the first step
+
+
+def test_the_names_known_beforehand_are_those_that_are_logged(overfitted):
+    examples = [answered(p, [5, 6, 7, 8], "stop") for p in prompts_of("a", "all", "b/c")]
+    for some in (examples, examples[1:2]):
+        prompts = [Prompt(id=e.id, domain=e.domain, token_ids=[5, 6]) for e in some]
+        values = heldout.teacher_forced_values(overfitted.step, some)
+        values |= heldout.decoded_values(overfitted.step, prompts, EvaluateConfig(max_new_tokens=4), {2})
+        assert set(heldout.names(some, prompts, overfitted.step.drafter.spec.selector_top_k)) == set(values)
+
+
+def prompts_of(*domains: str) -> list[Prompt]:
+    return [Prompt(id=d, domain=d, token_ids=[5, 6, 7]) for d in domains]
 
 
 def test_prompts_without_answers_choose_nothing(recipe, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -20,6 +22,7 @@ from dflash_train.config.load import (
     type_name,
 )
 from dflash_train.config.schema import Attention, Denominator, Precision, Recipe
+from dflash_train.config.validate import validate
 
 
 @pytest.fixture
@@ -219,3 +222,28 @@ def test_a_pipe_that_closes_ends_a_command_quietly():
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_every_number_has_a_range():
+    """No knob takes any number: far below zero, infinity and NaN are refused by name."""
+    recipe, elsewhere = Recipe(), {"drafter.mask_token_id"}  # against the target's vocabulary
+    for group in dataclasses.fields(recipe):
+        section = getattr(recipe, group.name)
+        hints = typing.get_type_hints(type(section)) if dataclasses.is_dataclass(section) else {}
+        for name, hint in hints.items():
+            kinds = {hint, *typing.get_args(hint)}
+            wrong = [-(10**6)] if int in kinds and typing.get_origin(hint) is not list else []
+            wrong += [-1e6, math.nan, math.inf] if float in kinds else []
+            for value in wrong if f"{group.name}.{name}" not in elsewhere else []:
+                changed = dataclasses.replace(recipe, **{group.name: dataclasses.replace(section, **{name: value})})
+                with pytest.raises(ValueError, match=name):
+                    validate(changed, "x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["temperature=-1", "top_p=0", "top_p=2", "top_k=-1", "block_sizes=[4,0]", "block_sizes=[1]", "batch_size=0"],
+)
+def test_evaluation_knobs_have_ranges(load, value):
+    with pytest.raises(ValueError, match=f"evaluate.{value.split('=')[0]}"):
+        load("", f"evaluate.{value}")

@@ -432,3 +432,40 @@ def test_a_watched_page_loads_itself_again_where_it_was(run, tmp_path):
             time.sleep(0.3)
         time.sleep(0.3)
         assert page.evaluate("[Math.round(scrollY), document.querySelectorAll('.sample')[1].open]") == [700, True]
+
+
+ODD = (None, 3, "x", [], {}, [1], {"a": 1})
+
+
+def places(value, at=()):
+    """Every path into a JSON value; of a list its first item."""
+    yield at
+    for key in value if isinstance(value, dict) else [0][: len(value)] if isinstance(value, list) else []:
+        yield from places(value[key], (*at, key))
+
+
+@pytest.mark.parametrize("name", ["certificate.json", "evaluation.json", "decoded.jsonl"])
+def test_a_file_that_holds_something_else_costs_its_part_of_the_page_only(tmp_path, name):
+    whole = {
+        "certificate.json": CERTIFICATE, "evaluation.json": {"decoded": measured(), "source": "x"},
+        "decoded.jsonl": {"id": "a", "domain": "d", "tags": {"t": "v"}, "pieces": ["a", "b"], "rounds": [1], "accepted": [0], "verdict": None},
+    }[name]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(10)))
+    for at in places(whole):
+        for odd in ODD:
+            changed = json.loads(json.dumps(whole))
+            inner = changed
+            for key in at[:-1]:
+                inner = inner[key]
+            if at:
+                inner[at[-1]] = odd
+            (tmp_path / name).write_text(json.dumps(changed if at else odd))
+            page = run_page(read_run(tmp_path), now=0.0)
+            assert "Accept length, training" in page, (at, odd)
+
+
+def test_the_name_of_a_tag_is_text(tmp_path):
+    cell = measured()["tau_all"]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"decoded": measured(tau_by_tag={EVIL: {EVIL: cell}})}))
+    page = run_page(read_run(tmp_path), now=0.0)
+    assert EVIL not in page

@@ -179,3 +179,80 @@ def test_ctrl_c_is_one_word_and_exit_code_130(monkeypatch, capsys):
         run_command(stopped)
     assert stop.value.code == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_prompts_without_a_domain_have_a_row_beside_named_ones(overfitted):
+    from dflash_train.acceptance import domain_rows
+    from dflash_train.types import Prompt
+    from dflash_train.walk import answered, teacher_forced
+
+    assert domain_rows(["all", "all"]) == {} and domain_rows(["b", "all"]) == {"all": "no_domain", "b": "b"}
+    examples = [answered(Prompt(id=d, domain=d, token_ids=[5, 6, 7]), [8, 9, 10, 11], "stop") for d in ("all", "b")]
+    table = teacher_forced(overfitted.step, examples)["walk_tau"]
+    assert list(table) == ["no_domain", "b", "all"]
+    assert table["all"]["tokens"] == table["no_domain"]["tokens"] + table["b"]["tokens"] == 6
+    assert teacher_forced(overfitted.step, examples[:1])["walk_tau"] == {"all": table["no_domain"]}
+
+
+def test_a_prompt_that_fills_the_context_is_counted(overfitted, tmp_path, capsys):
+    from dflash_train.build import heldout_prompts, outline
+
+    most = overfitted.step.target.model.config.max_position_embeddings
+    lengths = (3, most, most - 1)
+    rows = [{"id": f"p{n}", "prompt_ids": [5] * n, "response_ids": [7, 8]} for n in lengths]
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", rows)
+    settings = [f"data.heldout=[{data}]", "evaluate.max_new_tokens=12"]
+    found = heldout_prompts(outline(load_recipe(str(overfitted.recipe), [*settings, "data.max_dropped=0.5"])))
+    assert [len(p.token_ids) for p in found] == [3, most - 1]
+    shown = capsys.readouterr().out
+    assert "beyond_context" in shown and f"1  prompts whose answers may pass the target's {most} positions" in shown
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"data.heldout = \[.*empty.jsonl.*0 usable rows"):
+        heldout_prompts(outline(load_recipe(str(overfitted.recipe), [f"data.heldout=[{tmp_path}/empty.jsonl]"])))
+
+
+@pytest.mark.parametrize("odd", [None, "x", [1], {"a": 1}, 2.5, True, -1])
+def test_a_config_of_an_export_with_other_types_is_refused_by_name(overfitted, tmp_path, odd):
+    import shutil
+
+    from dflash_train.folder import load_drafter_folder
+
+    folder = tmp_path / "export"
+    shutil.copytree(overfitted.export, folder)
+    config = json.loads((folder / "config.json").read_text())
+    free = {"architectures", "model_type", "dtype", "initializer_range", "attention_dropout", "max_window_layers"}
+    for key in config:
+        for changed in (
+            ({**config, key: odd}, *({**config, key: {**config[key], k: odd}} for k in config[key]))
+            if isinstance(config[key], dict)
+            else ({**config, key: odd},)
+        ):
+            (folder / "config.json").write_text(json.dumps(changed))
+            try:
+                load_drafter_folder(folder)  # a key that nothing reads may hold anything
+            except ValueError as error:
+                assert key not in free, error
+
+
+def test_drafters_of_two_targets_are_not_compared(overfitted):
+    import copy
+
+    from dflash_train.build import open_source
+    from dflash_train.evaluate import check_same_target
+
+    run = open_source(str(overfitted.folder), None, [])
+    other = copy.copy(run)
+    other.outline = copy.copy(run.outline)
+    other.outline.info = copy.copy(run.outline.info)
+    check_same_target(run, other)
+    other.outline.info.path = "another"
+    with pytest.raises(ValueError, match="tau compares drafters of one target"):
+        check_same_target(run, other)
+
+
+def test_a_block_size_beyond_the_trained_one_is_found_before_decoding(overfitted):
+    from dflash_train.build import open_source
+
+    size = overfitted.step.drafter.spec.block_size
+    with pytest.raises(ValueError, match=rf"evaluate.block_sizes = \[{size + 1}\]: each must be in \[2, {size}\]"):
+        open_source(str(overfitted.folder), None, [f"evaluate.block_sizes=[{size + 1}]"])
