@@ -136,6 +136,11 @@ def _together(
     ]
     length = max(len(prompt.token_ids) for prompt in prompts) + config.max_new_tokens
     fit = slots_that_fit(step.target.model, length + step.drafter.spec.block_size, draft=step.drafter.spec)
+    if fit < 1:
+        raise ValueError(
+            f"evaluate.max_new_tokens = {config.max_new_tokens}: the memory that is free beside target and drafter does not hold one sequence of "
+            f"{length} tokens; lower it, or leave out the longest prompts"
+        )
     size = min(fit, config.batch_size or MOST_TOGETHER, len(prompts))
     shape = {"slots": size, "length": length, "max_new": config.max_new_tokens}
     plain_answers, plain_seconds = None, 0.0

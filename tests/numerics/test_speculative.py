@@ -10,6 +10,8 @@ import torch
 import toys
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from dflash_train import evaluate
+from dflash_train.config.schema import EvaluateConfig
 from dflash_train.drafter.spec import FULL, SLIDING
 from dflash_train.generation.base import Request
 from dflash_train.generation.single import plain_decode, speculative_decode
@@ -18,6 +20,7 @@ from dflash_train.generation.verify import Draft, Sampling, verify
 from dflash_train.kernels.sample import filter_reference, kept_weights
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.varlen import enable_varlen
+from dflash_train.types import Prompt
 
 VARIANTS = {
     "full": {},
@@ -75,6 +78,20 @@ def half_trained():
     examples = [toys.example_of(row, row["id"]) for row in rows]
     toys.train_steps(step, toys.stream_of(examples, num_anchors=27, micro_batch_size=4), 30, lr=3e-3, eps=1e-8)
     return step.drafter.state_dict()
+
+
+def test_prompts_decoded_together_give_what_they_give_one_by_one(half_trained, monkeypatch):
+    step = toys.toy_step(varlen_target())
+    step.drafter.load_state_dict(half_trained)
+    prompts = [Prompt(id=f"p{i}", domain="d", token_ids=toys.prompts(1, length=3 + i, seed=i)[0]) for i in range(5)]
+    config = EvaluateConfig(max_new_tokens=20)
+    monkeypatch.setattr(evaluate, "slots_that_fit", lambda model, length, draft: 2)
+    together = evaluate._together(step, prompts, config, {7}, 8, True, None)
+    assert together.together == 2
+    assert together.results == evaluate._one_by_one(step, prompts, config, {7}, 8, True, None).results
+    monkeypatch.setattr(evaluate, "slots_that_fit", lambda model, length, draft: 0)
+    with pytest.raises(ValueError, match="evaluate.max_new_tokens = 20: the memory .* one sequence of 27 tokens"):
+        evaluate._together(step, prompts, config, {7}, 8, True, None)
 
 
 # --- at a temperature -------------------------------------------------------------------------------------------
