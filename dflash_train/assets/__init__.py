@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from html import escape
 from pathlib import Path
 
 ASSETS = Path(__file__).parent
@@ -30,3 +31,32 @@ def public_name(path: str) -> str:
     """A hub id as it is; of a local folder only its name, because cards and records are published."""
     local = Path(path)
     return Path(os.path.realpath(path)).name if local.is_dir() or local.is_absolute() or path.startswith(".") else path
+
+
+# The browser itself refuses whatever would come from elsewhere.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def html_page(title: str, body: str, *, styles: tuple[str, ...], script: str, attributes: str = "") -> str:
+    """A self-contained page around `body` (escaped already); styles and script: files of this folder."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
+<title>{escape(title)}</title>
+<style>
+{"".join(_text(name) for name in styles)}</style>
+</head>
+<body{attributes}>
+{body}
+<script>
+{_text(script)}</script>
+</body>
+</html>
+"""
+
+
+def _text(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")

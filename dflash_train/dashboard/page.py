@@ -11,15 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dflash_train.assets import ASSETS, public_name
+from dflash_train.assets import html_page, public_name
 from dflash_train.dashboard.alerts import alerts, part
 from dflash_train.dashboard.charts import Series, bar_chart, interval_bar, line_chart, number, percent
 from dflash_train.dashboard.run import CERTIFICATE, CONFIG, DECODED, EVALUATION, METRICS, UNEXPECTED, RunView, read_run
 from dflash_train.metrics import slot_metric
 
 PAGE = "report.html"  # its name in a run's folder
-# The browser itself refuses whatever would come from elsewhere.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 SAMPLES, SAMPLES_PER_DOMAIN, DRAWN_PIECES, RAW = 24, 4, 600, 20_000
 LENGTH = "Tokens per target pass, the target's own (bonus) token included"
 FEW = 5  # prompts; an interval of fewer is too narrow to be trusted
@@ -59,24 +57,9 @@ def run_page(view: RunView, *, now: float, refresh: float | None = None) -> str:
     ]
     body = "".join(part for part in parts if part)
     again = "" if refresh is None else f' data-refresh="{refresh:g}"'
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
-<title>{escape(name)}</title>
-<style>
-{_asset("page.css")}{_asset("report.css")}</style>
-</head>
-<body{again}>
-<main>
-{body}</main>
-<script>
-{_asset("report.js")}</script>
-</body>
-</html>
-"""
+    return html_page(
+        name, f"<main>\n{body}</main>", styles=("page.css", "report.css"), script="report.js", attributes=again
+    )
 
 
 def _drawn(draw: Callable[[RunView], str], view: RunView, file: str) -> str:
@@ -86,10 +69,6 @@ def _drawn(draw: Callable[[RunView], str], view: RunView, file: str) -> str:
     except UNEXPECTED as error:
         view.not_as_written(file, error)
         return ""
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 # --- the head ---

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_train.assets import ASSETS, public_name
+from dflash_train.assets import html_page, public_name
 from dflash_train.config.sources import Source
 from dflash_train.data.blocks import anchor_order, build_blocks, legal_anchors
 from dflash_train.data.inspection import Inspection, Piece, pieces, position_shares, shares_of_sources
@@ -24,8 +24,6 @@ from dflash_train.data.provenance import (
 )
 from dflash_train.types import DraftBlocks, TokenizedExample
 
-# The browser itself refuses whatever would come from elsewhere.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 DRAWN_BLOCKS, DRAWN_TOKENS, LISTED = 6, 4096, 40
 VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 THINKING_WORDS = {"on": "on", "off": "off", "-": "left to the template"}
@@ -49,29 +47,11 @@ def inspection_page(found: Inspection, shown: Sequence[TokenizedExample]) -> str
         _provenance(found),
         _made_of(found),
     ]
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
-<title>{escape(title)}</title>
-<style>
-{_asset("page.css")}{_asset("inspection.css")}</style>
-</head>
-<body>
-<main>
-{"".join(part for part in parts if part)}</main>
-<output id="info">Point at a token or a block.</output>
-<script>
-{_asset("inspection.js")}</script>
-</body>
-</html>
-"""
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
+    body = "".join(part for part in parts if part)
+    info = '<output id="info">Point at a token or a block.</output>'
+    return html_page(
+        title, f"<main>\n{body}</main>\n{info}", styles=("page.css", "inspection.css"), script="inspection.js"
+    )
 
 
 def _source_name(source: Source) -> str:
