@@ -29,6 +29,7 @@ from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
+from dflash_train.target import hf
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
 from dflash_train.types import Prompt, TargetInfo, TokenizedExample
@@ -271,10 +272,7 @@ def heldout_examples(o: Outline) -> list[TokenizedExample]:
 
 def stop_ids(o: Outline, target: HFTarget) -> set[int]:
     """Tokens that end an answer: generation_config's (else the config's) and the tokenizer's, as in regeneration and in engines."""
-    eos = getattr(target.model.generation_config, "eos_token_id", None)
-    listed = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    own = [] if o.tokenizer.eos_token_id is None else [o.tokenizer.eos_token_id]
-    return {*(listed or o.info.eos_token_ids), *own}
+    return hf.stop_ids(target.model, o.tokenizer, o.info.eos_token_ids)
 
 
 def locate(source: str) -> tuple[Path, str | None]:

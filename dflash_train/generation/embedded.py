@@ -11,7 +11,8 @@ from dflash_train.config.schema import Recipe
 from dflash_train.generation.base import Answer, Decoded, Request
 from dflash_train.generation.padded import decode
 from dflash_train.generation.slots import Slots, difference_from_plain, slots_that_fit
-from dflash_train.target.hf import load_model
+from dflash_train.target.hf import load_model, stop_ids
+from dflash_train.target.info import read_target_info
 from dflash_train.target.varlen import TOLERANCE, enable_varlen
 
 MOST_SLOTS = 2048
@@ -25,9 +26,8 @@ class Embedded:
         self.tokenizer = tokenizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_model(recipe.target, target, self.device)
-        stop = self.model.generation_config.eos_token_id
-        self.stop_ids = set(stop if isinstance(stop, list) else [stop]) | {tokenizer.eos_token_id}
-        self.stop_ids.discard(None)
+        info = read_target_info(target, recipe.target.revision, recipe.target.trust_remote_code)
+        self.stop_ids = stop_ids(self.model, tokenizer, info.eos_token_ids)
         self.asked: dict[int, Request] = {}
         self.waiting: list[tuple[int, Request]] = []
         own_kernels = recipe.target.attn_implementation == "sdpa"  # otherwise the user has chosen

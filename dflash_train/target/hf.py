@@ -223,6 +223,14 @@ class HFTarget:
         return logits, TargetFeatures(self.collect())
 
 
+def stop_ids(model: nn.Module, tokenizer: Any, otherwise: list[int]) -> set[int]:
+    """Tokens that end an answer: generation_config's (`otherwise` where it names none) and the tokenizer's, as in engines."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    listed = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return {*(listed or otherwise), *own}
+
+
 def text_backbone(model: nn.Module) -> nn.Module:
     """The module with `layers` and `norm`, also inside a multimodal wrapper."""
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
