@@ -15,17 +15,20 @@ _store: dist.Store | None = None  # where ranks leave notes for each other, outs
 _meetings = 0
 
 
-def start(timeout_minutes: float) -> torch.device:
-    """Join the process group that torchrun describes (none for a single process) and return this rank's device."""
+def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
+    """Join the process group that torchrun describes and return this rank's device. A single process has none, unless `group` asks for one."""
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if (several or group) and not dist.is_initialized():
         global _store, _meetings
         timeout = timedelta(minutes=timeout_minutes)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = dist.HashStore(), 0, 1
+        if several:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=dist.PrefixStore("group", store),
@@ -60,6 +63,11 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def restarts() -> int:
+    """How often torchrun has started this job again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def barrier() -> None:
