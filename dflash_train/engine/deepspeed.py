@@ -7,6 +7,7 @@ clipping and the judgement of a step are ours: DeepSpeed exchanges, partitions a
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class DeepSpeedEngine(Engine):
             ) from None
         super().__init__(step, guard)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        os.environ.setdefault("LOCAL_RANK", "0")  # the library asks for it even where there is one process
+        # On CPUs the library would compile collectives of its own and use them in gloo's stead.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()} if engine.offload else {"device": "none"}
         self.optimizer = build_optimizer(step.drafter.named_parameters(), config)
         self.deepspeed, *_ = deepspeed.initialize(
