@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash_train import ranks
+from dflash_train.config.load import CheckFailed
 from dflash_train.config.schema import EngineKind, Recipe
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.guard import Skip
@@ -62,6 +63,40 @@ def stopped_message(most: int, step: int) -> str:
         f"checkpoint of what was good before them is saved. {SKIPPED} names the documents: remove them if they are always the same, else lower "
         "optimizer.lr; train.resume=true goes on behind these steps"
     )
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Around a command that many ranks run: what all of them would say is said by rank 0 alone, and a rank that is lost is missed once.
+
+    Raises SystemExit instead of an error that is already reported, with the exit code that the error would have had.
+    """
+    try:
+        yield
+    except (ValueError, CheckFailed) as error:
+        ranks.leave_note("error", str(error))
+        if _said_by_another(str(error)):
+            raise SystemExit(1 if isinstance(error, CheckFailed) else 2) from None
+        raise
+    except RuntimeError as error:
+        if not ranks.is_lost(error):
+            ranks.leave_note("error", str(error))
+            raise
+        # Its own error explains it better, if it could say one.
+        others = (r for r in range(ranks.world_size()) if r != ranks.rank())
+        if any(ranks.read_note("error", r, seconds=0.5) for r in others) or not ranks.first("lost"):
+            raise SystemExit(1) from None
+        raise CheckFailed(
+            f"rank {ranks.rank()} lost contact with another rank ({str(error).splitlines()[0]}): it was killed, ran out of host memory or did not "
+            "answer within engine.timeout_minutes; what it said itself stands above. All ranks end; train.resume=true continues from the last "
+            "checkpoint, and torchrun --max-restarts=N does so without being asked"
+        ) from None
+
+
+def _said_by_another(text: str) -> bool:
+    if not ranks.met():  # so far the ranks of a machine have all read the same files
+        return ranks.local_rank() > 0
+    return ranks.rank() > 0 and ranks.read_note("error", 0, seconds=5.0) == text
 
 
 NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "alloc_failed", "out of memory")

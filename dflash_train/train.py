@@ -57,7 +57,15 @@ from dflash_train.data.stream import RowStream
 from dflash_train.engine.base import Engine
 from dflash_train.engine.build import build_engine
 from dflash_train.export import check_output, export_run, rewrite_card
-from dflash_train.faults import forget_skips, memory_explained, note_skips, skipped_line, skipped_rows, stopped_message
+from dflash_train.faults import (
+    forget_skips,
+    memory_explained,
+    note_skips,
+    one_voice,
+    skipped_line,
+    skipped_rows,
+    stopped_message,
+)
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -482,9 +490,9 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    recipe = parse_command(argv, prog="torchrun -m dflash_train.train", description=__doc__.split("\n\n")[0])
     try:
-        train(recipe)
+        with one_voice():
+            train(parse_command(argv, prog="torchrun -m dflash_train.train", description=__doc__.split("\n\n")[0]))
     finally:
         ranks.stop()
     return 0
