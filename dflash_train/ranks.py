@@ -29,6 +29,8 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
         store, rank, world_size = dist.HashStore(), 0, 1
         if several:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun keeps its store when it starts the ranks again: what those before them wrote there, addresses too, must not be read.
+            store = dist.PrefixStore(f"attempt-{restarts()}", store)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=dist.PrefixStore("group", store),

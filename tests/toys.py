@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from stubs import free_port
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -432,9 +433,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, seconds
     """What `function(*args)` returns on each rank of a gloo group. It must be importable. Forked from a process that has torch imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toys"])
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         made = [
-            context.Process(target=_one_rank, args=(rank, world_size, folder, function, args), daemon=True)
+            context.Process(target=_one_rank, args=(rank, world_size, port, seconds, folder, function, args))
             for rank in range(world_size)
         ]
         for process in made:
@@ -450,14 +452,21 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, seconds
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _one_rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+def _one_rank(
+    rank: int, world_size: int, port: int, seconds: float, folder: str, function: Callable[..., Any], args: tuple
+) -> None:
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in place.items()}
-    store = torch.distributed.FileStore(f"{folder}/store", world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ranks.start(timeout_minutes=seconds / 60)
     torch.save(function(*args), f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
+    ranks.barrier()
     ranks.stop()
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -146,15 +145,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_both(recipe, tmp_pa
 def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint(recipe, tmp_path):
     """Rank 1 kills itself in the fifth of six steps, the first time; the recipe does not ask for train.resume."""
     body = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before rank 0 finds out by itself
     if (rank, call) == (1, 9) and not Path("{tmp_path}/dead").exists():
         Path("{tmp_path}/dead").touch()
         os.kill(os.getpid(), signal.SIGKILL)"""
     script = spoiled(tmp_path / "killed.py", body)
     often = "train.checkpoint_every_steps=2"
-    began = time.monotonic()
-    done = torchrun("--max-restarts", "1", script, "-c", str(recipe), f"output_dir={tmp_path}/run", often)
+    asked = (
+        "-c",
+        str(recipe),
+        f"output_dir={tmp_path}/run",
+        often,
+        "engine.timeout_minutes=60",
+    )  # which nobody waits for
+    done = torchrun("--max-restarts", "1", script, *asked, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 60
     assert done.stderr.count("failed: rank 0 lost contact with another rank") == 1, done.stderr
     assert f"resumed from {tmp_path}/run/checkpoints/step-00000004 at step 4" in done.stdout
     train(load_recipe(str(recipe), [f"output_dir={tmp_path}/one", often]))
