@@ -464,7 +464,7 @@ def _one_rank(
         "MASTER_PORT": port,
     }
     os.environ |= {name: str(value) for name, value in place.items()}
-    ranks.start(timeout_minutes=seconds / 60)
+    ranks.start(timeout_minutes=seconds / 60, group=True)
     torch.save(function(*args), f"{folder}/{rank}.pt")
     ranks.barrier()
     ranks.stop()

@@ -191,7 +191,7 @@ class RowStream:
         idle = world_size - math.ceil(rows / per_rank)
         if per_rank * world_size == rows:
             return None
-        spare = f"; {idle} of them have none at all" if idle else ""
+        spare = f", all of them for {idle} of the ranks" if idle else ""
         return (
             f"note: train.global_batch_size = {rows} over {world_size} ranks: each does {per_rank} rows per step, of which "
             f"{per_rank * world_size - rows} in all are empty{spare}. The numbers are right; a multiple of {world_size} would waste nothing"

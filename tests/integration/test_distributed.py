@@ -98,6 +98,22 @@ def test_ranks_share_the_samples_and_anchors_of_one_process(recipe, ranks):
         assert len({sum(1 for _ in stream.micro_batches(step, rank, ranks)) for rank in range(ranks)}) == 1
 
 
+@pytest.mark.parametrize(
+    ("world_size", "note"),
+    [
+        (2, None),
+        (3, "each does 2 rows per step, of which 2 in all are empty, all of them for 1 of the ranks"),
+        (6, "each does 1 rows per step, of which 2 in all are empty, all of them for 2 of the ranks"),
+    ],
+)
+def test_rows_that_ranks_cannot_share_evenly_are_mentioned(recipe, world_size, note):
+    stream = build_stream(outline(load_recipe(str(recipe), ["output_dir=unused"])))
+    said = stream.sharing_note(world_size)
+    assert said is None if note is None else note in said
+    counts = {len(stream.shares(1, rank, world_size)[1]) for rank in range(world_size)}
+    assert counts == {stream.micro_batches_per_rank(world_size)}
+
+
 def spoiled(path: Path, body: str) -> str:
     """A command that trains, with something happening before the forward of a micro-batch: `call` is its number on this rank."""
     path.write_text(f"""

@@ -30,7 +30,7 @@ def overrides(tmp_path_factory) -> list[str]:
     rows = tmp_path_factory.mktemp("engines") / "rows.jsonl"
     regenerate(load_recipe("debug_cpu", [f"regenerate.output={rows}", "regenerate.limit=40"]))
     return [f"data.train=[{rows}]", f"train.max_steps={STEPS}", "train.log_every_steps=1", "train.checkpoint_every_steps=3",
-            "optimizer.eps=1e-2", "train.num_anchors=16", "data.max_length=192", "train.eval_every_steps=3",
+            "optimizer.eps=1e-4", "train.num_anchors=16", "data.max_length=192", "train.eval_every_steps=3",
             "evaluate.max_prompts=1", "evaluate.max_new_tokens=16", "evaluate.client=off", "track.progress=false"]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def alone(tmp_path_factory, overrides) -> Path:
 @pytest.fixture(scope="module")
 def with_ddp(tmp_path_factory, overrides) -> Path:
     folder = tmp_path_factory.mktemp("ddp") / "run"
-    toys.run_ranks(run, 2, "engine_ddp", folder, overrides)
+    toys.run_ranks(run, 2, "engine_ddp", folder, overrides, seconds=300)
     return folder
 
 
@@ -60,7 +60,8 @@ def assert_same(folder: Path, other: Path) -> None:
         assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, abs=1e-4)
     first, second = (load_file(f / "export" / "model.safetensors") for f in (folder, other))
     assert max(float((first[n] - t).abs().max()) for n, t in second.items()) < 1e-5
-    assert max(float(t.abs().max()) for n, t in second.items() if n.endswith("successor_codebook")) > 1e-5
+    losses = [line["train/loss"] for line in two if "train/loss" in line]
+    assert losses[0] - losses[-1] > 1e-2  # it did train
 
 
 @every_engine
@@ -69,7 +70,7 @@ def test_the_recipe_of_every_engine_trains_what_one_process_trains(kind, tmp_pat
         folder = request.getfixturevalue("with_ddp")
     else:
         folder = tmp_path / "run"
-        toys.run_ranks(run, 2, f"engine_{kind}", folder, overrides)
+        toys.run_ranks(run, 2, f"engine_{kind}", folder, overrides, seconds=300)
     assert_same(folder, alone)
 
 
@@ -78,7 +79,7 @@ def test_a_run_of_ddp_goes_on_with_any_engine(kind, tmp_path, overrides, with_dd
     folder = tmp_path / "run"
     shutil.copytree(with_ddp, folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
-    toys.run_ranks(run, 2, f"engine_{kind}", folder, overrides, "train.resume=true")
+    toys.run_ranks(run, 2, f"engine_{kind}", folder, overrides, "train.resume=true", seconds=300)
     assert_same(folder, alone)
 
 

@@ -15,7 +15,7 @@ from dflash_train import ranks
 from dflash_train.config.schema import EngineKind
 from dflash_train.engine.guard import Skip
 from dflash_train.metrics import MetricWindow
-from dflash_train.types import Saved
+from dflash_train.types import LossReport, Saved
 
 STEPS, HALF = 4, 2
 TORCH = [("ddp", False), ("fsdp2", False)]
@@ -81,17 +81,26 @@ def evaluated(made: Any) -> float | None:
     return None
 
 
+def share_held(made: Any) -> float:
+    """Elements of weights and moments in this rank's memory between steps, of all there are."""
+    kept = [p.to_local() for _, p in made.parameters()]
+    kept += [state[kind] for state in made.optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+    return sum(t.untyped_storage().size() // 4 for t in kept) / (3 * sum(p.numel() for _, p in made.parameters()))
+
+
 def suite(engines: list[tuple[str, bool]], half: Saved) -> dict:
     """Everything below, on one rank of two: an engine -> its results."""
     found = {}
     for engine in engines:
         cuts = {name: trained(engine, *cut) for name, cut in CUTS.items()}
         figure = evaluated(cuts["2 x 2"].engine)
+        held = share_held(cuts["2 x 2"].engine) if engine == ("fsdp2", False) else None
         for cut in cuts.values():
             del cut.engine
         found[engine] = SimpleNamespace(
             cuts=cuts,
             figure=figure,
+            held=held,
             continued=trained(engine, 4, 1, {}, saved=half).end,
             skipped=poisoned(engine, 10),
             stopped=poisoned(engine, 2),
@@ -177,3 +186,55 @@ def test_after_too_many_in_a_row_nothing_is_taken_any_more(engine):
         assert taken == [True, False, False, False, False] and stopped == 3
         assert [skip.step for skip in skips] == [2, 3]
     assert_same(results(engine)[0].stopped[3], state)
+
+
+class Tokens(torch.nn.Module):
+    """A step whose supervised tokens c have the losses (theta - c)^2, theta being 0 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.drafter = torch.nn.Module()
+        self.drafter.theta = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, features, total_weight):
+        losses = (self.drafter.theta - torch.tensor(tokens)) ** 2
+        pair = torch.stack([losses.detach().sum(), torch.tensor(float(len(tokens)))])
+        return LossReport(losses.sum() / total_weight, {"loss": pair})
+
+
+def mean_of_tokens(shares: list[list[list[float]]]) -> tuple[float, float]:
+    """(logged loss, theta after a step), given the tokens of each micro-batch of each rank."""
+    engine, window = toys.toy_engine(Tokens(), len(shares[0])), MetricWindow()
+    mine = shares[ranks.rank()]
+    for i, tokens in enumerate(mine):
+        with engine.accumulate(last=i == len(mine) - 1):
+            report = engine.forward(tokens, None, torch.tensor(4.0))
+            engine.backward(report.loss)
+        window.add(report.sums)
+    window.end_step(engine.update(1e-2))
+    return window.report()["loss"], float(engine.step.drafter.theta.detach())
+
+
+def means_of_tokens(cases):
+    return [mean_of_tokens(case) for case in cases]
+
+
+def test_the_loss_is_a_mean_over_tokens_not_over_ranks_or_micro_batches():
+    """CASE-31: one token of loss 4 and three of loss 1 have the mean 1.75, not 2.5."""
+    four, one = 2.0, [1.0, -1.0, 1.0]
+    cuts = [
+        [[[four]], [one]],
+        [[[four, one[0]]], [one[1:]]],
+        [[[four], [one[0]]], [one[1:], []]],
+        [[[], [four]], [one, []]],
+    ]
+    (loss, theta) = mean_of_tokens([[[four, *one]]])
+    assert loss == 1.75 and theta != 0
+    for found in toys.run_ranks(means_of_tokens, 2, cuts):
+        for case in found:
+            assert case == pytest.approx((loss, theta), abs=1e-6)
+
+
+def test_fsdp2_keeps_half_of_everything_on_each_of_two_ranks():
+    for result in results(("fsdp2", False)):
+        assert 0.45 < result.held < 0.55
