@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import io
 import json
@@ -455,6 +456,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, seconds
 def _one_rank(
     rank: int, world_size: int, port: int, seconds: float, folder: str, function: Callable[..., Any], args: tuple
 ) -> None:
+    faulthandler.dump_traceback_later(0.95 * seconds, exit=True)  # where a rank hangs
     torch.set_num_threads(1)
     place = {
         "RANK": rank,
@@ -468,6 +470,7 @@ def _one_rank(
     torch.save(function(*args), f"{folder}/{rank}.pt")
     ranks.barrier()
     ranks.stop()
+    faulthandler.cancel_dump_traceback_later()
 
 
 # --- commands -----------------------------------------------------------------------------------------------
