@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.types import Saved
 
 _DONE = "complete"
 BEST = "best"
@@ -49,33 +49,27 @@ def identity_of(spec: DrafterSpec, **more: Any) -> dict[str, Any]:
     return json.loads(json.dumps({**asdict(spec), **more}))
 
 
-def save_checkpoint(
-    folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, keep: int
-) -> Path:
+def save_checkpoint(folder: Path, saved: Saved, state: TrainState, keep: int) -> Path:
     """Write folder/step-N beside its place, flush it, rename it; then drop all but the newest `keep`. Rank 0 only."""
-    final = _write(folder / f"step-{state.step:08d}", drafter, optimizer, state)
+    final = _write(folder / f"step-{state.step:08d}", saved, state, moments=True)
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
 
 
-def save_best(folder: Path, drafter: torch.nn.Module, state: TrainState) -> Path:
+def save_best(folder: Path, saved: Saved, state: TrainState) -> Path:
     """Write folder/best: the weights and the state, enough to evaluate and export; training is never continued from it. Rank 0 only."""
-    return _write(folder / BEST, drafter, None, state)
+    return _write(folder / BEST, saved, state, moments=False)
 
 
-def _write(final: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: TrainState) -> Path:
+def _write(final: Path, saved: Saved, state: TrainState, *, moments: bool) -> Path:
     folder, partial = final.parent, final.parent / f".{final.name}.partial"
     for abandoned in folder.glob(".*.partial"):  # by a process that was killed
         shutil.rmtree(abandoned)
     partial.mkdir(parents=True)
-    save_file(
-        {k: v.detach().float().cpu().contiguous() for k, v in drafter.state_dict().items()},
-        partial / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    if optimizer is not None:
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+    save_file(saved.weights, partial / "model.safetensors", metadata={"format": "pt"})
+    if moments:
+        save_file(saved.moments, partial / "optimizer.safetensors")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     (partial / _DONE).touch()
     for path in [*partial.iterdir(), partial]:
@@ -131,16 +125,14 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def _readable(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         return read(path)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, SafetensorError) as error:
         raise ValueError(
             f"{path}: damaged ({str(error).splitlines()[0]}); delete that checkpoint's folder to go on from the one before it"
         ) from error
 
 
-def load_checkpoint(
-    checkpoint: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
-) -> TrainState:
-    """Restore weights and optimizer. Raises ValueError naming every field in which checkpoint and recipe differ."""
+def load_checkpoint(checkpoint: Path, identity: dict[str, Any]) -> tuple[TrainState, Saved]:
+    """What was saved. Raises ValueError naming every field in which checkpoint and recipe differ."""
     state = read_state(checkpoint)
     differ = [
         f"{k}: checkpoint has {state.identity.get(k)}, recipe has {identity.get(k)}"
@@ -153,8 +145,5 @@ def load_checkpoint(
             + "; ".join(differ)
             + ". Change the recipe back, or train in another output_dir"
         )
-    drafter.load_state_dict(load_weights(checkpoint))
-    optimizer.load_state_dict(
-        _readable(checkpoint / "optimizer.pt", lambda path: torch.load(path, map_location="cpu", weights_only=True))
-    )
-    return state
+    moments = _readable(checkpoint / "optimizer.safetensors", load_file)
+    return state, Saved(weights=load_weights(checkpoint), moments=moments)

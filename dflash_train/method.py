@@ -80,7 +80,18 @@ class DraftStep(nn.Module):
         chosen_M = base.candidates_MC.gather(1, scores_MC.argmax(-1, keepdim=True))[:, 0]
         return out | {"hit_M": chosen_M == labels_M, "selector_nll_M": nll_M, "covered_M": covered_M}
 
+    def replica(self) -> DraftStep:
+        """The same step with a drafter of its own on the same device, whose weights are yet to be filled in."""
+        with torch.device("meta"):
+            drafter = Drafter(self.drafter.spec)
+        drafter.to_empty(device=self.target.device)
+        return DraftStep(drafter, self.target, self.objective, flex=self.flex, dtype=self.dtype)
+
     def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
+        with self.autocast():  # here and not around an engine: DeepSpeed switches off what it finds
+            return self._report(batch, features, total_weight)
+
+    def _report(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
         s = self.score(batch, features)
         w = s["weights_M"]
         base_sum, selector_sum = (w * s["base_nll_M"]).sum(), (w * s["selector_nll_M"]).sum()

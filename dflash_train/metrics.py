@@ -21,7 +21,8 @@ TABLE = {
 LOGGED = {
     "train/loss": "base_loss + objective.selector_loss_weight x selector_loss (nats)",
     "train/lr": "learning rate of the window's last step",
-    "train/grad_norm": "gradient norm of the window's last step, before clipping",
+    "train/grad_norm": "gradient norm of the last step that was taken, before clipping",
+    "train/skipped_steps": "steps of the window that no rank took, since a loss or the gradient was not finite",
     "train/epoch": "passes over the training rows so far",
     "heldout/walk_tau": "tokens / rounds along the rounds that decoding would take on the held-out text, bonus token included",
     "heldout/base_walk_tau": "the same for the drafter's own top-1",
@@ -68,12 +69,20 @@ class MetricWindow:
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
+        self._step: dict[str, torch.Tensor] = {}
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """sums: name -> tensor (2,) of sum and count."""
+        """Those of a micro-batch. sums: name -> tensor (2,) of sum and count."""
         for name, value in sums.items():
             value = value.detach().double()
+            self._step[name] = self._step[name] + value if name in self._step else value
+
+    def end_step(self, taken: torch.Tensor) -> None:
+        """Count what was added since the last step, unless it was skipped. taken: a boolean on the device."""
+        for name, value in self._step.items():
+            value = torch.where(taken, value, 0.0)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._step = {}
 
     def report(self) -> dict[str, float]:
         """Means over all ranks since the last report (a collective: call it on every rank); metrics without any count are left out."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from dflash_train.config.schema import OptimizerConfig
-from dflash_train.drafter.model import Drafter
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -20,10 +20,10 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def build_optimizer(drafter: Drafter, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Matrices with weight decay; norms, convolution taps and codebooks without."""
+def build_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Of named parameters, or of their shards: matrices with weight decay; norms, convolution taps and codebooks without."""
     decayed, plain = [], []
-    for name, p in drafter.named_parameters():
+    for name, p in parameters:
         free = p.ndim != 2 or "codebook" in name
         (plain if free else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,21 +12,25 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(days=7)
 
-_store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
+_store: dist.Store | None = None  # where ranks meet and leave notes for each other, outside any collective
 _meetings = 0
 
 
-def start(timeout_minutes: float) -> torch.device:
-    """Join the process group that torchrun describes (none for a single process) and return this rank's device."""
+def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
+    """Join the process group that torchrun describes and return this rank's device. A single process has none, unless `group` asks for one."""
     cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device("cuda", local_rank()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if (several or group) and not dist.is_initialized():
         global _store, _meetings
         timeout = timedelta(minutes=timeout_minutes)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = dist.HashStore(), 0, 1
+        if several:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun keeps its store when it starts the ranks again: what those before them wrote there, addresses too, must not be read.
+            store = dist.PrefixStore(f"attempt-{restarts()}", store)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=dist.PrefixStore("group", store),
@@ -51,6 +56,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def met() -> bool:
+    """Whether this process has joined the others."""
+    return dist.is_initialized()
+
+
 def is_rank0() -> bool:
     return rank() == 0
 
@@ -60,6 +74,11 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def restarts() -> int:
+    """How often torchrun has started this job again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def barrier() -> None:
@@ -77,6 +96,46 @@ def meet() -> None:
     _meetings += 1
     _store.set(f"{_meetings}/{rank()}", b"here")
     _store.wait([f"{_meetings}/{other}" for other in range(world_size())], PATIENCE)
+
+
+def leave_note(name: str, text: str) -> None:
+    """For whoever reads it, as long as torchrun lives; nothing without a process group."""
+    if _store is not None:
+        with suppress(RuntimeError):  # the store may have died with its host
+            _store.set(f"note/{name}/{rank()}", text.encode())
+
+
+def read_note(name: str, of_rank: int, *, seconds: float) -> str | None:
+    """A rank's note, waiting for it; None if there is none in that time."""
+    if _store is None:
+        return None
+    key = f"note/{name}/{of_rank}"
+    with suppress(RuntimeError):
+        _store.wait([key], timedelta(seconds=seconds))
+        return _store.get(key).decode()
+    return None
+
+
+def first(name: str) -> bool:
+    """Whether no rank has asked this before, under the name."""
+    if _store is None:
+        return True
+    try:
+        return _store.add(f"first/{name}", 1) == 1
+    except RuntimeError:
+        return True
+
+
+LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error means that another rank is gone or does not answer."""
+    if not dist.is_initialized():
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST)
+    )
 
 
 def broadcast_object(value: Any) -> Any:

@@ -54,15 +54,25 @@ from dflash_train.config.values import nearest
 from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
-from dflash_train.engine.torch import TorchEngine
+from dflash_train.engine.base import Engine
+from dflash_train.engine.build import build_engine
 from dflash_train.export import check_output, export_run, rewrite_card
+from dflash_train.faults import (
+    forget_skips,
+    memory_explained,
+    note_skips,
+    one_voice,
+    skipped_line,
+    skipped_rows,
+    stopped_message,
+)
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
-from dflash_train.optim import build_optimizer, lr_at
+from dflash_train.optim import lr_at
 from dflash_train.target.base import check_features
 from dflash_train.track import Tracker
-from dflash_train.types import PackedBatch, Prompt, TokenizedExample
+from dflash_train.types import PackedBatch, Prompt, Saved, TokenizedExample
 from dflash_train.walk import move
 
 
@@ -77,7 +87,7 @@ class Run:
     heldout: list[TokenizedExample]
     prompts: list[Prompt]
     module: DraftStep
-    engine: TorchEngine
+    engine: Engine
     device: torch.device
     total_steps: int
     state: TrainState
@@ -94,25 +104,26 @@ class Run:
 def train(recipe: Recipe) -> Path:
     """Run the recipe's training and return the folder of its export. Every rank calls it."""
     run = start(recipe)
-    for step in progress(run):
-        grad_norm = train_step(run, step)
-        run.state.step = done = step + 1
-        save = due(done, recipe.train.checkpoint_every_steps, run)
-        evaluations = evaluations_due(run, done)
-        # Also before these, so that nothing unchecked is saved, and a resumed curve is the same.
-        if save or evaluations or due(done, recipe.train.log_every_steps, run):
-            log_step(run, done, grad_norm)
-        if evaluations:
-            evaluate_heldout(run, done, evaluations)
-        if save or run.out_of_patience:
-            checkpoint(run)
-        if run.out_of_patience:
-            break
+    with memory_explained(recipe):
+        for step in progress(run):
+            train_step(run, step)
+            run.state.step = done = step + 1
+            save = due(done, recipe.train.checkpoint_every_steps, run)
+            evaluations = evaluations_due(run, done)
+            # Also before these, so that nothing unchecked is saved, and a resumed curve is the same.
+            if save or evaluations or due(done, recipe.train.log_every_steps, run):
+                log_step(run, done)
+            if evaluations:
+                evaluate_heldout(run, done, evaluations)
+            if save or run.out_of_patience:
+                checkpoint(run)
+            if run.out_of_patience:
+                break
     return finish(run)
 
 
-def train_step(run: Run, step: int) -> torch.Tensor:
-    """One optimizer step over this rank's micro-batches; returns the gradient norm, on the device."""
+def train_step(run: Run, step: int) -> None:
+    """One optimizer step over this rank's micro-batches."""
     batches = list(run.stream.micro_batches(step, ranks.rank(), ranks.world_size()))
     supervised = torch.tensor(sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
     total_weight = ranks.sum_over_ranks(supervised).clamp_min(1e-6)
@@ -126,19 +137,20 @@ def train_step(run: Run, step: int) -> torch.Tensor:
             report = run.engine.forward(batch, features, total_weight)
             run.engine.backward(report.loss)
         run.window.add(report.sums)
-    return run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer))
+    run.window.end_step(run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer)))
 
 
 def start(recipe: Recipe) -> Run:
     """Everything before the first step: what a user can get wrong is found before the target's weights are read."""
     require(recipe, "output_dir", "target.path", "data.train")
-    device = ranks.start(recipe.engine.timeout_minutes)
+    device = ranks.start(recipe.engine.timeout_minutes, group=recipe.engine.kind.shards)
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     folder = Path(recipe.output_dir)
     check_folder(folder)
     saved = checkpoints(folder / "checkpoints")
-    if (saved or (folder / "checkpoints" / BEST).exists()) and not recipe.train.resume:
+    resume = recipe.train.resume or ranks.restarts() > 0
+    if (saved or (folder / "checkpoints" / BEST).exists()) and not resume:
         raise ValueError(
             f"output_dir = {folder}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
         )
@@ -163,18 +175,26 @@ def start(recipe: Recipe) -> Run:
     say(describe(o))
     about = "" if stream.same_every_epoch else "about "
     say(f"steps: {about}{stream.steps_per_epoch} per epoch, {total} in all")
+    if note := stream.sharing_note(ranks.world_size()):
+        say(note)
 
     module = build_step(o, device)
-    optimizer = build_optimizer(module.drafter, recipe.optimizer)
-    engine = TorchEngine(module, optimizer, recipe.engine, max_grad_norm=recipe.optimizer.max_grad_norm)
+    engine = build_engine(
+        module,
+        recipe.engine,
+        recipe.optimizer,
+        micro_batches=stream.micro_batches_per_rank(ranks.world_size()),
+        most_in_a_row=recipe.train.max_skipped_steps,
+    )
     identity = identity_of(o.spec, **data_identity(o, stream), total_steps=total)
     state = TrainState(step=0, identity=identity)
     if saved:
-        state = load_checkpoint(saved[-1], module.drafter, optimizer, identity)
+        state, weights = load_checkpoint(saved[-1], identity)
+        engine.restore(weights)
         say(f"resumed from {saved[-1]} at step {state.step}")
-    elif recipe.train.resume:
+    elif resume:
         say(f"train.resume: no checkpoint in {folder / 'checkpoints'}; starting at step 0")
-    if recipe.train.resume:
+    if resume:
         note = resume_best(folder / "checkpoints", state, recipe.train.best_metric)
         if note:
             say(note)
@@ -182,6 +202,7 @@ def start(recipe: Recipe) -> Run:
     tracker = None
     if ranks.is_rank0():
         folder.mkdir(parents=True, exist_ok=True)
+        forget_skips(folder, state.step)
         recipe.provenance = provenance()
         if not saved:  # what an earlier run here measured must not end up on this one's model card
             for name in ("evaluation.json", "client.json"):
@@ -267,17 +288,18 @@ def due(done: int, every: int | None, run: Run) -> bool:
 
 
 def checkpoint(run: Run) -> None:
-    if ranks.is_rank0():
-        folder, keep = run.folder / "checkpoints", run.recipe.train.keep_checkpoints
-        save_checkpoint(folder, run.module.drafter, run.engine.optimizer, run.state, keep)
+    saved = run.engine.gather()
+    if saved:
+        save_checkpoint(run.folder / "checkpoints", saved, run.state, run.recipe.train.keep_checkpoints)
     ranks.barrier()
 
 
 def finish(run: Run) -> Path:
     """Export the drafter, have it decoded by an independent client, and close the books. Raises CheckFailed on a train/serve gap."""
     exported, report = export_folder(run.recipe), None
+    saved = run.engine.gather(moments=False)
     if run.tracker:
-        weights, facts = chosen(run)
+        weights, facts = chosen(run, saved)
         export_run(run.outline, weights, exported, **facts)
         say(f"exported to {exported}")
         report = check_client(run, exported, weights, facts)
@@ -289,8 +311,8 @@ def finish(run: Run) -> Path:
     return exported
 
 
-def chosen(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What to export, the last drafter or with train.export_best that of checkpoints/best: weights, and for its card its step and
+def chosen(run: Run, saved: Saved) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What to export, the last drafter, which is `saved`, or with train.export_best that of checkpoints/best: weights, and for its card its step and
     what chose it."""
     best, last = run.state.best, run.state.step
     if run.out_of_patience:
@@ -300,7 +322,7 @@ def chosen(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if not run.recipe.train.export_best or best is None:
         if run.recipe.train.export_best:
             say(f"train.export_best: {run.recipe.train.best_metric} never had a value; the last drafter is exported")
-        return run.module.drafter.state_dict(), {"step": last}
+        return saved.weights, {"step": last}
     say(f"exporting the best drafter: {best.metric} {best.value:.4f} at step {best.step} of {last}")
     by = f"{best.metric} {best.value:.4f}, the best of a run of {last} steps"
     return load_weights(run.folder / "checkpoints" / BEST), {"step": best.step, "chosen_by": by}
@@ -311,12 +333,11 @@ def check_client(run: Run, exported: Path, weights: dict[str, torch.Tensor], fac
     config = run.recipe.evaluate
     if config.client is ClientCheck.off or not run.prompts:
         return None
-    run.engine.optimizer.zero_grad(set_to_none=True)
-    run.engine.optimizer.state.clear()  # it is saved; a client needs the memory
+    step = run.engine.release()  # all is saved; a client needs the memory
     dtype = getattr(torch, run.recipe.export.precision.value)
-    run.module.drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
-    run.module.eval()
-    report = gap_alarm(exported, run.module, run.prompts, config, stop_ids(run.outline, run.module.target))
+    step.drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
+    step.eval()
+    report = gap_alarm(exported, step, run.prompts, config, stop_ids(run.outline, step.target))
     report.write(run.folder)
     rewrite_card(run.outline, exported, report.weights, **facts)
     run.tracker.log(run.state.step, report.metrics())
@@ -346,8 +367,14 @@ class Counts:
         self.micro_batches += 1
 
 
-def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
-    """Metrics of the window, pooled over ranks and micro-batches, and its speed. A collective; starts a new window."""
+def log_step(run: Run, done: int) -> None:
+    """Metrics of the window, pooled over ranks and micro-batches, and its speed. A collective; starts a new window.
+
+    Raises CheckFailed, with a checkpoint saved, after too many skipped steps in a row.
+    """
+    skips, stopped_at = run.engine.guard.report(done)
+    if stopped_at is not None:
+        run.state.step = done = stopped_at  # nothing that came after it was taken
     means = run.window.report()
     loss = means.get("base_loss", math.nan)
     loss += run.recipe.objective.selector_loss_weight * means.get("selector_loss", 0.0)
@@ -358,7 +385,8 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
     values = {"train/loss": loss, **{f"train/{k}": v for k, v in means.items()}}
     values |= {
         "train/lr": lr_at(done - 1, run.total_steps, run.recipe.optimizer),
-        "train/grad_norm": float(grad_norm),
+        "train/grad_norm": float(run.engine.guard.norm),
+        "train/skipped_steps": len(skips),
         "train/epoch": run.stream.epoch_at(done),
         "perf/tokens_per_second": tokens / seconds,
         "perf/blocks_per_second": blocks / seconds,
@@ -367,16 +395,19 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
         "data/skipped_microbatches": empty,
         "data/microbatches": micro_batches,
     }
-    if micro_batches > empty and not math.isfinite(loss + values["train/grad_norm"]):
-        raise ValueError(
-            f"step {done}: loss {loss}, gradient norm {values['train/grad_norm']}: not finite; "
-            "lower optimizer.lr, or continue from the last checkpoint with train.resume=true"
-        )
     if run.tracker:
-        run.tracker.log(done, values)
+        # No value, rather than one that is none, where no step was taken.
+        run.tracker.log(done, {name: value for name, value in values.items() if math.isfinite(value)})
+        records = [skipped_rows(skip, run.stream, ranks.world_size()) for skip in skips]
+        note_skips(run.folder, records)
+        for record in records:
+            tqdm.write(skipped_line(record), file=sys.stderr)
         if "train/accept_len" in values:
             accept = f"accept {values['train/accept_len']:.2f} base {values['train/base_accept_len']:.2f}"
             run.counts.bar.set_postfix_str(f"loss {loss:.3f} {accept}")
+    if stopped_at is not None:
+        checkpoint(run)
+        raise CheckFailed(stopped_message(run.recipe.train.max_skipped_steps, stopped_at))
 
 
 def evaluations_due(run: Run, done: int) -> list[str]:
@@ -391,11 +422,12 @@ def evaluate_heldout(run: Run, done: int, evaluations: list[str]) -> None:
     """Held-out acceptance: logged, compared with the best so far. A collective; its time is no part of the speed that is logged."""
     began = time.perf_counter()
     values: Values = {}
-    if "heldout" in evaluations:
-        values |= teacher_forced_values(run.module, run.heldout)
-    if "decoded" in evaluations:
-        prompts = first_of_each_domain(run.prompts, run.recipe.train.decode_prompts)
-        values |= decoded_values(run.module, prompts, run.recipe.evaluate, stop_ids(run.outline, run.module.target))
+    with run.engine.whole() as step:
+        if "heldout" in evaluations:
+            values |= teacher_forced_values(step, run.heldout)
+        if "decoded" in evaluations:
+            prompts = first_of_each_domain(run.prompts, run.recipe.train.decode_prompts)
+            values |= decoded_values(step, prompts, run.recipe.evaluate, stop_ids(run.outline, step.target))
     seconds = time.perf_counter() - began
     run.counts.since += seconds
     if run.tracker:
@@ -419,8 +451,9 @@ def keep_best(run: Run, done: int, values: Values) -> None:
         best.since += 1
         return
     run.state.best = Best(metric=metric, value=value, step=done)
-    if ranks.is_rank0():
-        save_best(run.folder / "checkpoints", run.module.drafter, run.state)
+    saved = run.engine.gather(moments=False)
+    if saved:
+        save_best(run.folder / "checkpoints", saved, run.state)
 
 
 def _memory_gib(device: torch.device) -> float:
@@ -457,9 +490,9 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    recipe = parse_command(argv, prog="torchrun -m dflash_train.train", description=__doc__.split("\n\n")[0])
     try:
-        train(recipe)
+        with one_voice():
+            train(parse_command(argv, prog="torchrun -m dflash_train.train", description=__doc__.split("\n\n")[0]))
     finally:
         ranks.stop()
     return 0

@@ -146,6 +146,19 @@ class HeadOutput(NamedTuple):
     candidates_MC: torch.Tensor
 
 
+@dataclass(kw_only=True)
+class Saved:
+    """A drafter and its AdamW state by parameter name, fp32, on the host: what every engine gives and takes, so that any of them continues
+    from any other's.
+
+    weights: name -> tensor. moments: "exp_avg.<name>", "exp_avg_sq.<name>" like the parameter and "step.<name>" (scalar); empty before the
+    first step.
+    """
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+
+
 class LossReport(NamedTuple):
     """loss: scalar to call backward on (already divided by the global denominators); sums: metric name -> (sum, count) tensors."""
 

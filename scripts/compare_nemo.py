@@ -98,9 +98,9 @@ class ClockedEngine(TorchEngine):
         return super().forward(batch, features, total_weight)
 
     def update(self, lr: float) -> torch.Tensor:
-        norm = super().update(lr)
+        taken = super().update(lr)
         self.updated_at.append(time.process_time() - self.started)
-        return norm
+        return taken
 
 
 def train_clocked(recipe: Recipe, folder: Path, steps: int) -> tuple[Path, ClockedEngine]:
@@ -110,7 +110,7 @@ def train_clocked(recipe: Recipe, folder: Path, steps: int) -> tuple[Path, Clock
     recipe.output_dir, recipe.export.output = str(folder), None
     recipe.train.max_steps, recipe.train.resume = steps, False
     recipe.data.heldout = []  # judged below, by the same yardstick as NeMo's
-    with mock.patch.object(train, "TorchEngine", ClockedEngine), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch("dflash_train.engine.torch.TorchEngine", ClockedEngine), contextlib.redirect_stdout(io.StringIO()):
         export = train.train(recipe)
     return export, ClockedEngine.latest
 

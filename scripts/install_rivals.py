@@ -12,6 +12,11 @@ SERVER = {
     "xllamacpp": "2026.10.11549",
     "gguf": "0.19.0",
 }  # the extra `serving`: llama.cpp's server, and what writes its files
+ENGINE = dict.fromkeys(("einops", "hjson", "msgpack", "ninja", "py-cpuinfo", "psutil", "pydantic"))
+ENGINE = {
+    "deepspeed": "0.19.8",
+    **ENGINE,
+}  # the extra `deepspeed`; built from its source archive, nothing of it is compiled
 NEEDS = {"torchao": "0.18.0", "torchdata": "0.11.0", "pillow": None}  # what NeMo's modules import besides ours
 
 
@@ -23,7 +28,7 @@ def has(name: str, wanted: str | None) -> bool:
 
 
 def main() -> int:
-    wanted = [f"{n}=={v}" if v else n for n, v in {**RIVALS, **SERVER, **NEEDS}.items() if not has(n, v)]
+    wanted = [f"{n}=={v}" if v else n for n, v in {**RIVALS, **SERVER, **ENGINE, **NEEDS}.items() if not has(n, v)]
     if not wanted:
         return 0
     print("installing for the tests:", ", ".join(wanted), file=sys.stderr, flush=True)

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import io
 import json
+import multiprocessing
+import os
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from stubs import free_port
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_train import ranks
 from dflash_train.config.load import run_command
-from dflash_train.config.schema import EngineConfig, ObjectiveConfig, OptimizerConfig
+from dflash_train.config.schema import EngineConfig, EngineKind, ObjectiveConfig, OptimizerConfig
 from dflash_train.data.stream import RowStream, StreamConfig, assemble
 from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec
-from dflash_train.engine.torch import TorchEngine
+from dflash_train.engine.base import Engine
+from dflash_train.engine.build import build_engine
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
 from dflash_train.objective.loss import decay
-from dflash_train.optim import build_optimizer
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.info import rope_theta
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo, TokenizedExample
+from dflash_train.walk import move
 
 VOCAB, HIDDEN, LAYERS, MASK = 160, 64, 5, 155
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|spare0|>", "<|spare1|>"]
@@ -342,35 +350,56 @@ def slot_hidden(step: DraftStep, batch: PackedBatch, features: TargetFeatures) -
     return kept[0].view(B, N, S, -1)
 
 
-def train_steps(
+def toy_engine(
     step: DraftStep,
-    stream: RowStream,
-    count: int,
+    micro_batches: int,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    lr: float = 1e-3,
+    kind: EngineKind = EngineKind.auto,
+    offload: bool = False,
     eps: float = 1e-2,
-) -> list[dict[str, float]]:
-    """`count` optimizer steps as the training loop does them: logged means and gradient norm of each.
+    most_in_a_row: int = 10,
+) -> Engine:
+    """AdamW's epsilon is large by default: a small one turns rounding errors of vanishing gradients into steps."""
+    config = OptimizerConfig(eps=eps, max_grad_norm=0.5)
+    engine = EngineConfig(kind=kind, offload=offload)
+    return build_engine(step, engine, config, micro_batches=micro_batches, most_in_a_row=most_in_a_row)
 
-    AdamW's epsilon is large by default: a small one turns rounding errors of vanishing gradients into steps.
-    """
-    config = OptimizerConfig(lr=lr, eps=eps, max_grad_norm=0.5)
-    engine = TorchEngine(
-        step, build_optimizer(step.drafter, config), EngineConfig(), max_grad_norm=config.max_grad_norm
-    )
+
+def train_step(
+    engine: Engine,
+    stream: RowStream,
+    n: int,
+    window: MetricWindow | None = None,
+    *,
+    lr: float = 1e-3,
+    change: Callable[[int, torch.Tensor], torch.Tensor] = lambda i, loss: loss,
+) -> torch.Tensor:
+    """Step `n` as the training loop does it; returns whether it was taken. change: what becomes of the loss of this rank's i-th micro-batch."""
+    step, window = engine.step, window or MetricWindow()
+    batches = list(stream.micro_batches(n, ranks.rank(), ranks.world_size()))
+    device = step.target.device
+    weight = ranks.sum_over_ranks(weight_of(*batches).to(device))
+    for i, batch in enumerate(batches):
+        batch = move(batch, device)
+        with engine.accumulate(last=i == len(batches) - 1):
+            report = engine.forward(batch, step.target.read(batch), weight)
+            engine.backward(change(i, report.loss))
+        window.add(report.sums)
+    taken = engine.update(lr)
+    window.end_step(taken)
+    return taken
+
+
+def train_steps(
+    step: DraftStep, stream: RowStream, count: int, *, lr: float = 1e-3, **engine
+) -> tuple[Engine, list[dict[str, float]]]:
+    """The engine after `count` optimizer steps, and of each the means and the gradient norm as they are logged."""
+    made = toy_engine(step, stream.micro_batches_per_rank(ranks.world_size()), **engine)
     logged, window = [], MetricWindow()
     for n in range(count):
-        batches = list(stream.micro_batches(n, rank, world_size))
-        weight = ranks.sum_over_ranks(weight_of(*batches))
-        for i, batch in enumerate(batches):
-            with engine.accumulate(last=i == len(batches) - 1):
-                report = engine.forward(batch, step.target.read(batch), weight)
-                engine.backward(report.loss)
-            window.add(report.sums)
-        logged.append({"grad_norm": float(engine.update(lr)), **window.report()})
-    return logged
+        train_step(made, stream, n, window, lr=lr)
+        logged.append({"grad_norm": float(made.guard.norm), **window.report()})
+    return made, logged
 
 
 def stream_of(
@@ -396,6 +425,52 @@ def stream_of(
 def mean(report, name: str) -> float:
     total, count = report.sums[name].tolist()
     return total / count
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = 120) -> list[Any]:
+    """What `function(*args)` returns on each rank of a gloo group. It must be importable. Forked from a process that has torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["toys"])
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        made = [
+            context.Process(target=_one_rank, args=(rank, world_size, port, seconds, folder, function, args))
+            for rank in range(world_size)
+        ]
+        for process in made:
+            process.start()
+        deadline = time.monotonic() + seconds
+        for process in made:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(made) if process.is_alive()]
+        for process in made:
+            process.kill()
+        assert not hung, f"ranks {hung} of {world_size} hang"
+        assert [process.exitcode for process in made] == [0] * world_size
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _one_rank(
+    rank: int, world_size: int, port: int, seconds: float, folder: str, function: Callable[..., Any], args: tuple
+) -> None:
+    faulthandler.dump_traceback_later(0.95 * seconds, exit=True)  # where a rank hangs
+    torch.set_num_threads(1)
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ |= {name: str(value) for name, value in place.items()}
+    ranks.start(timeout_minutes=seconds / 60, group=True)
+    torch.save(function(*args), f"{folder}/{rank}.pt")
+    ranks.barrier()
+    ranks.stop()
+    faulthandler.cancel_dump_traceback_later()
 
 
 # --- commands -----------------------------------------------------------------------------------------------

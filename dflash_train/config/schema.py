@@ -52,6 +52,18 @@ class EngineKind(enum.Enum):
     auto = "auto"
     single = "single"
     ddp = "ddp"
+    fsdp2 = "fsdp2"
+    deepspeed_zero1 = "deepspeed_zero1"
+    deepspeed_zero2 = "deepspeed_zero2"
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self in (EngineKind.deepspeed_zero1, EngineKind.deepspeed_zero2)
+
+    @property
+    def shards(self) -> bool:
+        """Whether it needs a process group even where there is one process."""
+        return self is EngineKind.fsdp2 or self.is_deepspeed
 
 
 class Backend(enum.Enum):
@@ -315,7 +327,12 @@ class OptimizerConfig:
 class EngineConfig:
     """Processes and numbers."""
 
-    kind: EngineKind = knob(EngineKind.auto, "auto: ddp under torchrun with more than one process, else single.")
+    kind: EngineKind = knob(
+        EngineKind.auto,
+        """auto: ddp under torchrun with more than one process, else single. fsdp2 shards weights, gradients and moments; deepspeed_zero1 moments,
+        deepspeed_zero2 gradients too. All give the same numbers, and a run may be continued by another one (docs/engines.md).""",
+    )
+    offload: bool = knob(False, "DeepSpeed only: keep fp32 masters and moments in host memory, and run AdamW there.")
     precision: Precision = knob(
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
     )
@@ -350,6 +367,10 @@ class TrainConfig:
     export_best: bool = knob(False, "Export the best checkpoint rather than the last.")
     checkpoint_every_steps: int | None = knob(500, "Steps between checkpoints; null: only at the end.")
     keep_checkpoints: int = knob(2, "Newest checkpoints kept.")
+    max_skipped_steps: int = knob(
+        10,
+        "Stop with a checkpoint after so many steps in a row whose loss or gradient was not finite on some rank; each is skipped by all ranks.",
+    )
     resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
 
 

@@ -38,7 +38,7 @@ def validate(recipe: Recipe, where: str) -> None:
     for name, value in [
         ("train.global_batch_size", t.global_batch_size), ("train.micro_batch_size", t.micro_batch_size),
         ("train.num_anchors", t.num_anchors), ("train.log_every_steps", t.log_every_steps),
-        ("train.keep_checkpoints", t.keep_checkpoints), ("data.max_length", recipe.data.max_length),
+        ("train.keep_checkpoints", t.keep_checkpoints), ("train.max_skipped_steps", t.max_skipped_steps), ("data.max_length", recipe.data.max_length),
         ("drafter.num_hidden_layers", d.num_hidden_layers), ("objective.chunk_rows", o.chunk_rows),
         ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
         ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens), ("train.decode_prompts", t.decode_prompts),
@@ -69,6 +69,8 @@ def validate(recipe: Recipe, where: str) -> None:
         p.max_grad_norm,
         "must not be negative; 0 switches clipping off",
     )
+    rule = "only DeepSpeed offloads; set engine.kind=deepspeed_zero1 or deepspeed_zero2, or leave it out"
+    need(recipe.engine.kind.is_deepspeed or not recipe.engine.offload, "engine.offload", recipe.engine.offload, rule)
     _validate_data(recipe.data, where, need)
 
     need(

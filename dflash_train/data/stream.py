@@ -161,14 +161,41 @@ class RowStream:
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> Iterator[PackedBatch]:
         """This rank's micro-batches of a step: equally many on every rank, whatever the data."""
-        c = self.config
+        epoch, shares = self.shares(step, rank, world_size)
+        for rows in shares:
+            yield self.batch(rows, epoch)
+
+    def shares(self, step: int, rank: int, world_size: int) -> tuple[int, list[list[list[int]]]]:
+        """(epoch, rows of each of this rank's micro-batches): numbers of what is in them, none in a row that only fills up."""
+        size = self.config.micro_batch_size
         epoch, rows = self.rows_of_step(step)
-        per_rank = math.ceil(c.global_batch_size / world_size)
+        per_rank = self.rows_per_rank(world_size)
         mine = rows[rank * per_rank : (rank + 1) * per_rank]
-        for i in range(math.ceil(per_rank / c.micro_batch_size)):
-            size = min(c.micro_batch_size, per_rank - i * c.micro_batch_size)
-            chosen = mine[i * c.micro_batch_size : i * c.micro_batch_size + size]
-            yield self.batch(chosen + [[]] * (size - len(chosen)), epoch)
+        mine = mine + [[]] * (per_rank - len(mine))
+        return epoch, [mine[i : i + size] for i in range(0, per_rank, size)]
+
+    def rows_per_rank(self, world_size: int) -> int:
+        """Rows of each rank in a step, the empty ones included."""
+        return math.ceil(self.config.global_batch_size / world_size)
+
+    def micro_batches_per_rank(self, world_size: int) -> int:
+        return math.ceil(self.rows_per_rank(world_size) / self.config.micro_batch_size)
+
+    def documents(self, row: list[int]) -> list[str]:
+        """Ids of a row's documents, given by number."""
+        return [self.examples[i % len(self.examples)].id for i in row]
+
+    def sharing_note(self, world_size: int) -> str | None:
+        """What to say where ranks cannot share a step's rows evenly."""
+        rows, per_rank = self.config.global_batch_size, self.rows_per_rank(world_size)
+        idle = world_size - math.ceil(rows / per_rank)
+        if per_rank * world_size == rows:
+            return None
+        spare = f", all of them for {idle} of the ranks" if idle else ""
+        return (
+            f"note: train.global_batch_size = {rows} over {world_size} ranks: each does {per_rank} rows per step, of which "
+            f"{per_rank * world_size - rows} in all are empty{spare}. The numbers are right; a multiple of {world_size} would waste nothing"
+        )
 
     def batch(self, rows: list[list[int]], epoch: int) -> PackedBatch:
         """Assemble rows, given by number, with this epoch's anchors."""

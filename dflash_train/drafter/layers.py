@@ -5,6 +5,8 @@ Parameter names are those of the published drafters, so that a state dict is an 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +16,17 @@ from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.kernels.varlen import varlen
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class ContextRows(NamedTuple):
+    """The context before a layer has made keys and values (B, Hkv, T, D) of it: rows (B, T, H) and their rotation. In training each layer does
+    that in its own forward, so that nothing of it is used outside; decoding keeps the keys and values."""
+
+    rows_BTH: torch.Tensor
+    by: Rotation
+
+
+Context = ContextRows | tuple[torch.Tensor, torch.Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -134,7 +147,8 @@ class BlockAttention(nn.Module):
         v = self._heads(self.v_proj(x_BLH)).transpose(1, 2)
         return rotate(k, by), v
 
-    def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask) -> torch.Tensor:
+    def forward(self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask) -> torch.Tensor:
+        context_kv = self.keys_values(*context) if isinstance(context, ContextRows) else context
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2), by)
         block_kv = self.keys_values(x_BQH, by)
         out = attention_for(mask)(q, context_kv, block_kv, mask)
@@ -196,13 +210,13 @@ class DraftLayer(nn.Module):
         self.attention_conv = BlockConv(spec) if spec.conv_kernel_size else None
         self.mlp_conv = BlockConv(spec) if spec.conv_kernel_size else None
 
-    def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask, slots: int) -> torch.Tensor:
+    def forward(self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask, slots: int) -> torch.Tensor:
         h = self.input_layernorm(x_BQH)
         if self.attention_conv is None:
-            h = self.self_attn(h, context_kv, by, mask)
+            h = self.self_attn(h, context, by, mask)
         else:
             taps = self.attention_conv.dynamic(h, slots)
-            h = self.self_attn(self.attention_conv(h, taps, 0), context_kv, by, mask)
+            h = self.self_attn(self.attention_conv(h, taps, 0), context, by, mask)
             h = self.attention_conv(h, taps, 1)
         x_BQH = x_BQH + h
         h = self.post_attention_layernorm(x_BQH)

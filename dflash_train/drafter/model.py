@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from dflash_train.drafter.layers import DraftLayer, RMSNorm, rotation
+from dflash_train.drafter.layers import Context, ContextRows, DraftLayer, RMSNorm, rotation
 from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
@@ -36,12 +38,12 @@ class Drafter(nn.Module):
         by = rotation(positions_BT, self.spec.head_dim, self.spec.rope_theta)
         return [layer.self_attn.keys_values(rows, by) for layer in self.layers]
 
-    def draft(self, context_kv, embeddings_BQH, positions_BQ, masks: dict, slots: int) -> torch.Tensor:
-        """Hidden states (B, Q, H) after the final norm. masks: window -> mask of the layers with that window."""
+    def draft(self, contexts: Sequence[Context], embeddings_BQH, positions_BQ, masks: dict, slots: int) -> torch.Tensor:
+        """Hidden states (B, Q, H) after the final norm. contexts: per layer; masks: window -> mask of the layers with that window."""
         by = rotation(positions_BQ, self.spec.head_dim, self.spec.rope_theta)
         h = embeddings_BQH
         for n, layer in enumerate(self.layers):
-            h = layer(h, context_kv[n], by, masks[self.spec.window(n)], slots)
+            h = layer(h, contexts[n], by, masks[self.spec.window(n)], slots)
         return self.norm(h)
 
     def masks(self, blocks: DraftBlocks, document_ids_BT: torch.Tensor, *, flex: bool) -> dict:
@@ -52,9 +54,9 @@ class Drafter(nn.Module):
 
     def forward(self, features_BTF, positions_BT, embeddings_BQH, positions_BQ, masks: dict) -> torch.Tensor:
         """Training forward over N blocks of block_size slots per row; Q = N * block_size."""
-        return self.draft(
-            self.context_kv(features_BTF, positions_BT), embeddings_BQH, positions_BQ, masks, self.spec.block_size
-        )
+        by = rotation(positions_BT, self.spec.head_dim, self.spec.rope_theta)
+        contexts = [ContextRows(self.context(features_BTF), by)] * len(self.layers)
+        return self.draft(contexts, embeddings_BQH, positions_BQ, masks, self.spec.block_size)
 
 
 def block_token_ids(blocks: DraftBlocks, mask_token_id: int) -> torch.Tensor:

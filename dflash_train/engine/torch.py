@@ -1,4 +1,4 @@
-"""One process, or torch DistributedDataParallel."""
+"""One process, or torch DistributedDataParallel: every rank has all weights and updates all of them."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_train import ranks
-from dflash_train.config.schema import EngineConfig, EngineKind
+from dflash_train.config.schema import OptimizerConfig
+from dflash_train.engine.base import Engine, fresh_moments
+from dflash_train.engine.guard import Guard
+from dflash_train.optim import build_optimizer
 from dflash_train.types import LossReport, PackedBatch, TargetFeatures
 
 
-class TorchEngine:
-    """fp32 master weights; compute in the step's format by autocast. DDP averages over ranks, so the loss is multiplied by their number."""
+class TorchEngine(Engine):
+    """fp32 master weights; the step computes in its own format by autocast."""
 
-    def __init__(
-        self, step: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, *, max_grad_norm: float
-    ):
-        if config.kind is EngineKind.single and ranks.world_size() > 1:
-            raise ValueError(f"engine.kind = single under {ranks.world_size()} processes: use auto or ddp")
-        self.step, self.optimizer, self.max_grad_norm = step, optimizer, max_grad_norm
-        self.device = next(step.parameters()).device
-        self.parameters = [p for p in step.parameters() if p.requires_grad]
+    sharded = False
+
+    def __init__(self, step: nn.Module, config: OptimizerConfig, guard: Guard):
+        super().__init__(step, guard)
+        self.optimizer = build_optimizer(step.drafter.named_parameters(), config)
+        self.module = step
         if ranks.world_size() > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            self.module: nn.Module = DistributedDataParallel(step, device_ids=ids, gradient_as_bucket_view=True)
-        else:
-            self.module = step
+            device = next(step.parameters()).device
+            ids = [device.index] if device.type == "cuda" else None
+            self.module = DistributedDataParallel(step, device_ids=ids, gradient_as_bucket_view=True)
 
     def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
-        with self.step.autocast():
-            return self.module(batch, features, total_weight)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss * ranks.world_size()).backward()
+        return self.module(batch, features, total_weight)
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         if isinstance(self.module, DistributedDataParallel) and not last:
             return self.module.no_sync()
         return nullcontext()
 
-    def update(self, lr: float) -> torch.Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm or float("inf"))
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for _, p in self.parameters() if p.grad is not None]
+
+    def apply(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+
+    def full(self, name: str, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        return parameter if kind == "weight" else self.optimizer.state[parameter][kind]
+
+    def take(self, name: str, parameter: nn.Parameter, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+        parameter.copy_(weight)
+        if moments:
+            state = self.optimizer.state[parameter] = fresh_moments(parameter)
+            for kind, value in moments.items():
+                state[kind].copy_(value)

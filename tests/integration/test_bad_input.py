@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 
 import dflash_train.train as training
 from dflash_train import build, check, evaluate
+from dflash_train.config.load import load_recipe
+from dflash_train.engine.torch import TorchEngine
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import TargetFeatures
 
@@ -264,22 +267,55 @@ def test_an_output_folder_with_checkpoints(recipe):
     assert (recipe.parent / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_a_loss_that_is_not_finite_stops_and_leaves_no_checkpoint_of_it(recipe, monkeypatch):
-    """The checkpoint falls between two log lines, so that only a look at the numbers can keep it from disk."""
-    forward = training.TorchEngine.forward
-    calls = []
+def poison(monkeypatch, bad: Callable[[int], bool]) -> None:
+    """Make the loss of the forwards with these numbers, from 1, not finite."""
+    forward, calls = TorchEngine.forward, []
 
     def poisoned(self, batch, features, weight):
         report = forward(self, batch, features, weight)
         calls.append(batch)
-        return report._replace(loss=report.loss * (torch.nan if len(calls) == 3 else 1.0))
+        return report._replace(loss=report.loss * torch.nan) if bad(len(calls)) else report
 
-    monkeypatch.setattr(training.TorchEngine, "forward", poisoned)
-    code, _, err = toys.call(training.main, "-c", recipe, "train.max_steps=8", "train.log_every_steps=8",
-                        "train.checkpoint_every_steps=1")  # fmt: skip
-    assert code == 2 and "not finite; lower optimizer.lr" in err, err
-    for folder in (recipe.parent / "run" / "checkpoints").glob("step-*"):
-        assert all(t.isfinite().all() for t in load_file(folder / "model.safetensors").values()), folder.name
+    monkeypatch.setattr(TorchEngine, "forward", poisoned)
+
+
+def test_a_loss_that_is_never_finite_again_stops_with_a_checkpoint_of_what_was_good(recipe, monkeypatch):
+    """It falls between two log lines; the steps after it are neither taken nor counted as done."""
+    poison(monkeypatch, lambda call: call >= 4)
+    folder, more = recipe.parent / "run", ("train.max_steps=12", "train.log_every_steps=9", "train.max_skipped_steps=3")
+    done = toys.call(training.main, "-c", recipe, "train.global_batch_size=1", "train.checkpoint_every_steps=4", *more)
+    assert done.code == 1 and "failed: step 6: the 3 steps up to it (train.max_skipped_steps) were skipped" in done.err
+    saved = sorted((folder / "checkpoints").glob("step-*"))
+    assert [path.name for path in saved] == ["step-00000004", "step-00000006"]
+    assert all(t.isfinite().all() for t in load_file(saved[-1] / "model.safetensors").values())
+    noted = [json.loads(line) for line in (folder / "skipped.jsonl").open()]
+    assert [(n["step"], n["cause"], n["ranks"]) for n in noted] == [(s, "loss", [0]) for s in (4, 5, 6)]
+    assert all(len(n["rows"]) == 1 and n["rows"][0] for n in noted)
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [(line["step"], line["train/skipped_steps"]) for line in logged] == [(4, 1), (6, 2)]
+    assert "train/loss" in logged[0] and "train/loss" not in logged[1]  # a mean over the steps that were taken
+
+    monkeypatch.undo()  # the rows are mended: it goes on behind them
+    monkeypatch.setenv("DFLASH_TRACEBACK", "1")
+    training.train(load_recipe(str(recipe), ["train.global_batch_size=1", "train.resume=true", *more]))
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+    assert steps[:2] == [4, 6] and steps[-1] == 12 and len((folder / "skipped.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to"), MemoryError(),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])  # fmt: skip
+def test_too_little_memory_names_the_knobs_with_their_values(recipe, monkeypatch, error):
+    def full(self, batch, features, weight):
+        raise error
+
+    monkeypatch.setattr(TorchEngine, "forward", full)
+    done = toys.call(training.main, "-c", recipe, "train.num_anchors=7", "train.micro_batch_size=2")
+    assert done.code == 2 and "rank 0 ran out of memory while it trained" in done.err
+    assert (
+        "train.micro_batch_size (now 2; the numbers stay the same), train.num_anchors (now 7), data.max_length"
+        in done.err
+    )
+    assert "Traceback" not in done.err
 
 
 def test_answers_of_one_token_leave_nothing_to_predict(recipe):
@@ -295,12 +331,12 @@ def test_commands_on_folders_that_are_none(tmp_path):
         assert code == 2 and err.startswith("error: ") and str(tmp_path / "nowhere") in err
 
 
-def test_two_processes_both_end_on_bad_input(recipe):
+def test_two_processes_end_on_bad_input_with_one_message(recipe):
     toys.write_jsonl(recipe.parent / "rows.jsonl", [{"messages": []}])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "dflash_train.train", "-c", str(recipe)]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert done.stderr.count("error: 0 usable rows of 1") == 2  # by both, each for itself
+    assert done.stderr.count("error: 0 usable rows of 1") == 1  # by rank 0 for both
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
     assert not (recipe.parent / "run").exists()

@@ -56,6 +56,7 @@ def curve(folder: Path) -> list[dict]:
 
 
 def test_two_processes_train_what_one_trains(recipe, tmp_path):
+    """CASE-32 too: in every second step rank 1 has nothing to learn from."""
     done = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/two")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exported to") == 1  # rank 0 speaks for all
@@ -97,27 +98,92 @@ def test_ranks_share_the_samples_and_anchors_of_one_process(recipe, ranks):
         assert len({sum(1 for _ in stream.micro_batches(step, rank, ranks)) for rank in range(ranks)}) == 1
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both(recipe, tmp_path):
-    script = tmp_path / "poisoned.py"
-    script.write_text("""
+@pytest.mark.parametrize(
+    ("world_size", "note"),
+    [
+        (2, None),
+        (3, "each does 2 rows per step, of which 2 in all are empty, all of them for 1 of the ranks"),
+        (6, "each does 1 rows per step, of which 2 in all are empty, all of them for 2 of the ranks"),
+    ],
+)
+def test_rows_that_ranks_cannot_share_evenly_are_mentioned(recipe, world_size, note):
+    stream = build_stream(outline(load_recipe(str(recipe), ["output_dir=unused"])))
+    said = stream.sharing_note(world_size)
+    assert said is None if note is None else note in said
+    counts = {len(stream.shares(1, rank, world_size)[1]) for rank in range(world_size)}
+    assert counts == {stream.micro_batches_per_rank(world_size)}
+
+
+def spoiled(path: Path, body: str) -> str:
+    """A command that trains, with something happening before the forward of a micro-batch: `call` is its number on this rank."""
+    path.write_text(f"""
+import os, signal, sys
+from pathlib import Path
 import torch
 import dflash_train.train as training
 from dflash_train import ranks
 from dflash_train.config.load import run_command
+from dflash_train.engine.torch import TorchEngine
 
-forward, calls = training.TorchEngine.forward, []
+forward, calls = TorchEngine.forward, []
 
-def poisoned(self, batch, features, weight):
-    report = forward(self, batch, features, weight)
+def spoiled(self, batch, features, weight):
     calls.append(1)
-    if ranks.rank() == 1 and len(calls) == 2:
-        report = report._replace(loss=report.loss * torch.nan)
+    rank, call = ranks.rank(), len(calls)
+    report = forward(self, batch, features, weight)
+{body}
     return report
 
-training.TorchEngine.forward = poisoned
+TorchEngine.forward = spoiled
 run_command(training.main)
 """)
-    done = torchrun(str(script), "-c", str(recipe), f"output_dir={tmp_path}/run", timeout=60)
-    assert done.returncode != 0
-    assert done.stderr.count("error: step 1: loss") == 2 and done.stderr.count("not finite; lower optimizer.lr") == 2
-    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
+    return str(path)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_both(recipe, tmp_path):
+    """CASE-34. Rank 1's second micro-batch of step 1 has the fourth row of the step."""
+    body = "    if (rank, call) == (1, 2): report = report._replace(loss=report.loss * torch.nan)"
+    script = spoiled(tmp_path / "poisoned.py", body)
+    done = torchrun(script, "-c", str(recipe), f"output_dir={tmp_path}/run", timeout=120)
+    assert done.returncode == 0, done.stderr
+    skipped = [line["train/skipped_steps"] for line in curve(tmp_path / "run") if "train/skipped_steps" in line]
+    assert skipped == [1, 0, 0, 0, 0, 0]
+    stream = build_stream(outline(load_recipe(str(recipe), ["output_dir=unused"])))
+    (noted,) = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").open()]
+    names = stream.documents(stream.rows_of_step(0)[1][3])
+    assert noted == {"step": 1, "cause": "loss", "ranks": [1], "rows": [names]}
+    said = f"step 1 skipped by all ranks: loss of rank 1 not finite; documents {names[0]}"
+    assert done.stderr.count("skipped by all ranks") == done.stderr.count(said) == 1
+    counts = load_file(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "optimizer.safetensors")
+    assert {float(v) for n, v in counts.items() if n.startswith("step.")} == {STEPS - 1}
+
+
+def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint(recipe, tmp_path):
+    """Rank 1 kills itself in the fifth of six steps, the first time; the recipe does not ask for train.resume."""
+    body = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before rank 0 finds out by itself
+    if (rank, call) == (1, 9) and not Path("{tmp_path}/dead").exists():
+        Path("{tmp_path}/dead").touch()
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    script = spoiled(tmp_path / "killed.py", body)
+    often = "train.checkpoint_every_steps=2"
+    asked = (
+        "-c",
+        str(recipe),
+        f"output_dir={tmp_path}/run",
+        often,
+        "engine.timeout_minutes=60",
+    )  # which nobody waits for
+    done = torchrun("--max-restarts", "1", script, *asked, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("failed: rank 0 lost contact with another rank") == 1, done.stderr
+    assert f"resumed from {tmp_path}/run/checkpoints/step-00000004 at step 4" in done.stdout
+    train(load_recipe(str(recipe), [f"output_dir={tmp_path}/one", often]))
+    steps = [line["step"] for line in curve(tmp_path / "run")]
+    assert steps == [line["step"] for line in curve(tmp_path / "one")]
+    first, second = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "run"))
+    assert max(float((first[k].float() - second[k].float()).abs().max()) for k in first) < 1e-5
+
+    again = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/run")
+    refusal = "has checkpoints of an earlier run; continue it with train.resume=true"
+    assert again.returncode != 0 and again.stderr.count(refusal) == 1, again.stderr

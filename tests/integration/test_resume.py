@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import toys
 from safetensors.torch import load_file
 
@@ -68,7 +67,7 @@ def curve(folder: Path) -> list[dict]:
 
 def state(folder: Path) -> tuple[dict, dict]:
     newest = folder / "checkpoints" / f"step-{TOTAL:08d}"
-    return load_file(newest / "model.safetensors"), torch.load(newest / "optimizer.pt", weights_only=True)["state"]
+    return load_file(newest / "model.safetensors"), load_file(newest / "optimizer.safetensors")
 
 
 @pytest.mark.parametrize("rows", [6, 10], ids=["mid-epoch", "epoch boundary"])
@@ -84,7 +83,7 @@ def test_killed_and_continued_is_bit_for_bit_the_whole_run(recipe, rows):
     (weights, moments), (weights_, moments_) = state(whole), state(folder)
     assert weights.keys() == weights_.keys() and moments.keys() == moments_.keys()
     assert all(weights[k].equal(weights_[k]) for k in weights)
-    assert all(moments[i][k].equal(moments_[i][k]) for i in moments for k in moments[i])
+    assert all(moments[k].equal(moments_[k]) for k in moments)
     first, second = (load_file(p / "export" / "model.safetensors") for p in (whole, folder))
     assert all(first[k].equal(second[k]) for k in first)
 
@@ -165,7 +164,7 @@ def test_a_checkpoint_that_was_never_finished_is_passed_over(recipe):
     assert [line["step"] for line in curve(folder)] == list(range(1, TOTAL + 1))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_named(recipe, name):
     """Not passed over in silence: the user decides whether to go on from the one before it."""
     folder = killed(recipe("run"))

@@ -7,56 +7,38 @@ import torch
 import toys
 
 from dflash_train.checkpoint import TrainState, checkpoints, identity_of, load_checkpoint, read_state, save_checkpoint
-from dflash_train.config.schema import OptimizerConfig
-from dflash_train.optim import build_optimizer
+from dflash_train.types import Saved
 
 
-def trained(seed: int = 0, steps: int = 2):
-    """A drafter and its optimizer after a few steps on random gradients."""
-    drafter = toys.toy_step(seed=seed).drafter
-    optimizer = build_optimizer(drafter, OptimizerConfig(lr=1e-2))
-    step(drafter, optimizer, seed, steps)
-    return drafter, optimizer
-
-
-def step(drafter, optimizer, seed: int = 0, steps: int = 1):
-    g = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for p in drafter.parameters():
-            p.grad = torch.randn(p.shape, generator=g)
-        optimizer.step()
+def saved_of(seed: int = 0) -> Saved:
+    """A drafter and its optimizer after two steps."""
+    documents = [toys.document(20, name=str(i), seed=i) for i in range(4)]
+    engine, _ = toys.train_steps(toys.toy_step(seed=seed), toys.stream_of(documents), 2)
+    return engine.gather()
 
 
 IDENTITY = identity_of(toys.toy_spec(), seed=0, rows=7)
 
 
-def save(folder, number: int, keep: int = 9, run=None):
-    drafter, optimizer = run or trained()
-    return save_checkpoint(folder, drafter, optimizer, TrainState(step=number, identity=IDENTITY), keep)
+def save(folder, number: int, keep: int = 9):
+    return save_checkpoint(folder, saved_of(), TrainState(step=number, identity=IDENTITY), keep)
 
 
 def test_weights_optimizer_and_step_come_back(tmp_path):
-    drafter, optimizer = trained()
-    path = save(tmp_path, 12, run=(drafter, optimizer))
-    other, its_optimizer = trained(seed=5)
-    state = load_checkpoint(path, other, its_optimizer, IDENTITY)
+    state, saved = load_checkpoint(save(tmp_path, 12), IDENTITY)
     assert (state.step, state.identity) == (12, IDENTITY)
-    for run in ((drafter, optimizer), (other, its_optimizer)):
-        step(*run, seed=3)
-    for name, p in drafter.state_dict().items():
-        assert torch.equal(p, other.state_dict()[name]), name
+    for kind in ("weights", "moments"):
+        here, there = getattr(saved, kind), getattr(saved_of(), kind)
+        assert here.keys() == there.keys() and all(torch.equal(t, there[n]) for n, t in here.items())
 
 
 def test_another_identity_is_refused_with_every_field_that_differs(tmp_path):
     path = save(tmp_path, 1)
-    drafter, optimizer = trained(seed=5)
-    before = {n: p.clone() for n, p in drafter.state_dict().items()}
     with pytest.raises(
         ValueError, match=r"block_size: checkpoint has 8, recipe has 16.*seed: checkpoint has 0, recipe has 3"
     ) as error:
-        load_checkpoint(path, drafter, optimizer, {**IDENTITY, "block_size": 16, "seed": 3})
+        load_checkpoint(path, {**IDENTITY, "block_size": 16, "seed": 3})
     assert "rows" not in str(error.value)
-    assert all(torch.equal(p, before[n]) for n, p in drafter.state_dict().items())
 
 
 def test_a_missing_or_new_field_is_a_difference_too(tmp_path):
@@ -66,7 +48,7 @@ def test_a_missing_or_new_field_is_a_difference_too(tmp_path):
         with pytest.raises(
             ValueError, match=r"rows: checkpoint has 7, recipe has None|tokens: checkpoint has None, recipe has 5"
         ):
-            load_checkpoint(path, *trained(), identity)
+            load_checkpoint(path, identity)
 
 
 def test_only_the_newest_are_kept_in_order(tmp_path):

@@ -32,7 +32,7 @@ def test_short_runs_have_a_finite_positive_rate(total):
 
 def test_only_matrices_decay():
     drafter = Drafter(toys.toy_spec())
-    decayed, plain = build_optimizer(drafter, OptimizerConfig(weight_decay=0.1)).param_groups
+    decayed, plain = build_optimizer(drafter.named_parameters(), OptimizerConfig(weight_decay=0.1)).param_groups
     names = {id(p): n for n, p in drafter.named_parameters()}
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert all(names[id(p)].endswith("weight") and p.ndim == 2 for p in decayed["params"])

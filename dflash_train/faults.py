@@ -1,0 +1,136 @@
+"""What a run says and keeps of faults: steps that were skipped, memory that was not enough."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_train import ranks
+from dflash_train.config.load import CheckFailed
+from dflash_train.config.schema import EngineKind, Recipe
+from dflash_train.data.stream import RowStream
+from dflash_train.engine.guard import Skip
+
+SKIPPED = "skipped.jsonl"
+
+
+def skipped_rows(skip: Skip, stream: RowStream, world_size: int) -> dict[str, Any]:
+    """A skipped step with the documents it may be due to: of the micro-batches whose loss was not finite; of the whole step where every loss was.
+
+    step: as in metrics.jsonl; cause: loss or gradient; ranks: whose loss it was; rows: ids of the documents of each row.
+    """
+    places = skip.losses or [
+        (rank, i) for rank in range(world_size) for i in range(stream.micro_batches_per_rank(world_size))
+    ]
+    rows = [row for rank, i in places for row in stream.shares(skip.step - 1, rank, world_size)[1][i] if row]
+    return {
+        "step": skip.step,
+        "cause": "loss" if skip.losses else "gradient",
+        "ranks": sorted({rank for rank, _ in skip.losses}),
+        "rows": [stream.documents(row) for row in rows],
+    }
+
+
+def skipped_line(record: dict[str, Any]) -> str:
+    ids = [name for row in record["rows"] for name in row]
+    shown = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
+    on = f"loss of rank {', '.join(map(str, record['ranks']))}" if record["ranks"] else "gradient"
+    return f"step {record['step']} skipped by all ranks: {on} not finite; documents {shown}"
+
+
+def note_skips(folder: Path, records: list[dict[str, Any]]) -> None:
+    """Append to folder/skipped.jsonl."""
+    with (folder / SKIPPED).open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def forget_skips(folder: Path, step: int) -> None:
+    """Drop what is noted of steps after `step`, which will be done again."""
+    path = folder / SKIPPED
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def stopped_message(most: int, step: int) -> str:
+    return (
+        f"step {step}: the {most} steps up to it (train.max_skipped_steps) were skipped, since a loss or the gradient was not finite; a "
+        f"checkpoint of what was good before them is saved. {SKIPPED} names the documents: remove them if they are always the same, else lower "
+        "optimizer.lr; train.resume=true goes on behind these steps"
+    )
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Around a command that many ranks run: what all of them would say is said by rank 0 alone, and a rank that is lost is missed once.
+
+    Raises SystemExit instead of an error that is already reported, with the exit code that the error would have had.
+    """
+    try:
+        yield
+    except (ValueError, CheckFailed) as error:
+        ranks.leave_note("error", str(error))
+        if _said_by_another(str(error)):
+            raise SystemExit(1 if isinstance(error, CheckFailed) else 2) from None
+        raise
+    except RuntimeError as error:
+        if not ranks.is_lost(error):
+            ranks.leave_note("error", str(error))
+            raise
+        # Its own error explains it better, if it could say one.
+        others = (r for r in range(ranks.world_size()) if r != ranks.rank())
+        if any(ranks.read_note("error", r, seconds=0.5) for r in others) or not ranks.first("lost"):
+            raise SystemExit(1) from None
+        raise CheckFailed(
+            f"rank {ranks.rank()} lost contact with another rank ({str(error).splitlines()[0]}): it was killed, ran out of host memory or did not "
+            "answer within engine.timeout_minutes; what it said itself stands above. All ranks end; train.resume=true continues from the last "
+            "checkpoint, and torchrun --max-restarts=N does so without being asked"
+        ) from None
+
+
+def _said_by_another(text: str) -> bool:
+    if not ranks.met():  # so far the ranks of a machine have all read the same files
+        return ranks.local_rank() > 0
+    return ranks.rank() > 0 and ranks.read_note("error", 0, seconds=5.0) == text
+
+
+NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "alloc_failed", "out of memory")
+
+
+@contextmanager
+def memory_explained(recipe: Recipe) -> Iterator[None]:
+    """Turns running out of memory into a ValueError that names the knobs, the most effective first."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(sign in text.lower() for sign in NO_MEMORY):
+            raise
+        first = text.splitlines()[0].split(". ")[0] if text else type(error).__name__
+        raise ValueError(
+            f"rank {ranks.rank()} ran out of memory while it trained ({first}). Lower, in this order: {', '.join(knobs(recipe))}"
+        ) from error
+
+
+def knobs(recipe: Recipe) -> list[str]:
+    """What decides how much memory a step takes, with the present values."""
+    train, engine = recipe.train, recipe.engine
+    found = []
+    if train.micro_batch_size > 1:
+        found.append(f"train.micro_batch_size (now {train.micro_batch_size}; the numbers stay the same)")
+    found += [
+        f"train.num_anchors (now {train.num_anchors})",
+        f"data.max_length (now {recipe.data.max_length})",
+        f"objective.chunk_rows (now {recipe.objective.chunk_rows}; the numbers stay the same)",
+    ]
+    if not engine.kind.shards and ranks.world_size() > 1:
+        found.append(f"or shard the drafter over the ranks with engine.kind={EngineKind.fsdp2.value}")
+    elif engine.kind.is_deepspeed and not engine.offload:
+        found.append("or keep AdamW's state on the host with engine.offload=true")
+    return found
