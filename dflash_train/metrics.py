@@ -75,6 +75,14 @@ class MetricWindow:
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def state(self) -> dict[str, list[float]]:
+        """This rank's sums so far, for a checkpoint between two reports."""
+        return {name: value.tolist() for name, value in self._sums.items()}
+
+    def restore(self, sums: dict[str, list[float]], device: torch.device) -> None:
+        """Go on from `state`."""
+        self._sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in sums.items()}
+
     def report(self) -> dict[str, float]:
         """Means over all ranks since the last report (a collective: call it on every rank); metrics without any count are left out."""
         names = sorted(self._sums)

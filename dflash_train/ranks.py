@@ -12,6 +12,7 @@ import torch.distributed as dist
 PATIENCE = timedelta(days=7)
 
 _store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
+_host_group: dist.ProcessGroup | None = None  # for what the host decides: a GPU's queue need not be waited for
 _meetings = 0
 
 
@@ -23,7 +24,7 @@ def start(timeout_minutes: float) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        global _store, _meetings
+        global _store, _meetings, _host_group
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
@@ -35,6 +36,7 @@ def start(timeout_minutes: float) -> torch.device:
             device_id=device if cuda else None,
         )
         _store, _meetings = dist.PrefixStore("meetings", store), 0
+        _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)  # ranks evaluate for unequal times
     return device
 
 
@@ -60,6 +62,24 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is up on any rank; the same answer on all of them. On the host alone."""
+    if not dist.is_initialized():
+        return flag
+    raised = torch.tensor([int(flag)])
+    dist.all_reduce(raised, dist.ReduceOp.MAX, group=_host_group)
+    return bool(raised)
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, by rank. On the host alone."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
 
 
 def barrier() -> None:

@@ -151,3 +151,16 @@ class LossReport(NamedTuple):
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Saved:
+    """A drafter and its AdamW state by parameter name, fp32, on the host: what every engine gives and takes, so that any of them continues
+    from any other's.
+
+    weights: name -> tensor. moments: "exp_avg.<name>" and "exp_avg_sq.<name>" like the parameter, "step.<name>" a scalar; none before the
+    first step, or where only the weights were asked for.
+    """
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]

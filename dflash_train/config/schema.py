@@ -350,7 +350,12 @@ class TrainConfig:
     export_best: bool = knob(False, "Export the best checkpoint rather than the last.")
     checkpoint_every_steps: int | None = knob(500, "Steps between checkpoints; null: only at the end.")
     keep_checkpoints: int = knob(2, "Newest checkpoints kept.")
-    resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
+    resume: bool = knob(False, "Continue from the newest good checkpoint in output_dir; there may be none yet.")
+    may_change: list[str] = knob(
+        [],
+        """Settings in which the recipe may differ from the checkpoint it continues from, such as optimizer.lr or total_steps; a resume that
+        finds any other difference names it and stops.""",
+    )
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from dflash_train.types import LossReport, PackedBatch, TargetFeatures
+from dflash_train.types import LossReport, PackedBatch, Saved, TargetFeatures
 
 
 class Engine(Protocol):
@@ -29,4 +29,12 @@ class Engine(Protocol):
 
     def update(self, lr: float) -> torch.Tensor:
         """Clip, step, zero; returns the global gradient norm before clipping (on the device)."""
+        ...
+
+    def gather(self, *, moments: bool = True) -> Saved | None:
+        """A collective. Rank 0 gets the whole state, copied to the host, where later updates cannot change it; the others None."""
+        ...
+
+    def restore(self, saved: Saved) -> None:
+        """Continue from the whole state, which every rank brings."""
         ...

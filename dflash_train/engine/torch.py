@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflash_train import ranks
 from dflash_train.config.schema import EngineConfig, EngineKind
-from dflash_train.types import LossReport, PackedBatch, TargetFeatures
+from dflash_train.types import LossReport, PackedBatch, Saved, TargetFeatures
 
 
 class TorchEngine:
@@ -49,3 +49,31 @@ class TorchEngine:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def gather(self, *, moments: bool = True) -> Saved | None:
+        if not ranks.is_rank0():
+            return None
+        weights = {name: _copy(p) for name, p in self.step.drafter.named_parameters()}
+        adam: dict[str, torch.Tensor] = {}
+        for name, p in self.step.drafter.named_parameters() if moments else ():
+            adam |= {f"{kind}.{name}": _copy(value) for kind, value in self.optimizer.state.get(p, {}).items()}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Saved(weights=weights, moments=adam)
+
+    def restore(self, saved: Saved) -> None:
+        self.step.drafter.load_state_dict(saved.weights)
+        self.optimizer.state.clear()
+        for name, p in self.step.drafter.named_parameters():
+            kinds = ("step", "exp_avg", "exp_avg_sq")
+            found = {kind: saved.moments[key] for kind in kinds if (key := f"{kind}.{name}") in saved.moments}
+            if found:
+                self.optimizer.state[p] = {kind: value.to(p.device, copy=True) for kind, value in found.items()}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """fp32 on the host; from a GPU through pinned memory, not waited for."""
+    tensor = tensor.detach().float()
+    if tensor.device.type != "cuda":
+        return tensor.clone().contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
