@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,6 +34,20 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sweep(folder: Path, prefix: str, suffix: str = "") -> None:
+    """Remove the files and folders `prefix` + process id + `suffix` that processes of this machine left behind when they were killed."""
+    if not Path("/proc/self").exists():
+        return  # nobody can tell whose they are
+    for path in folder.iterdir() if folder.is_dir() else ():
+        number = path.name.removeprefix(prefix).removesuffix(suffix)
+        if path.name != f"{prefix}{number}{suffix}" or not number.isdecimal() or Path(f"/proc/{number}").exists():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def failed(error: Exception) -> bool:
