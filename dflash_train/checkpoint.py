@@ -382,6 +382,11 @@ class Writer:
         if self._unwritten:
             raise NotWritten(self._unwritten)
 
+    def prune(self) -> None:
+        """Delete all but the newest `keep`; a run that was killed may have left one more."""
+        for old in checkpoints(self.folder)[: -self.keep]:
+            _delete(old)
+
     def close(self) -> None:
         """Let a write that is under way come to its end, whatever ends the run."""
         if self._thread:
@@ -403,8 +408,7 @@ class Writer:
                 self._best = None
             if saved:
                 self._write(f"step-{state.step:08d}", {MODEL: saved.weights, OPTIMIZER: saved.moments}, state)
-                for old in checkpoints(self.folder)[: -self.keep]:
-                    _delete(old)
+                self.prune()
         except NotWritten as error:
             self.skipped += 1
             left = checkpoints(self.folder)

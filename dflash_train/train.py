@@ -224,6 +224,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             if checkpoints(store):
                 raise ValueError(f"output_dir = {folder}: another run trained there just now; choose another folder")
         writer = Writer(store, recipe.train.keep_checkpoints)
+        writer.prune()
         held.callback(writer.close)
         if recipe.train.resume and (note := resume_best(store, state, recipe.train.best_metric)):
             say(note)

@@ -52,10 +52,10 @@ PHASES = ("starting", "stepping", "evaluating", "finishing")
 
 TRAIN = """
 target: {path: embedded, precision: float32}
-data: {train: [%(rows)s], heldout: [%(heldout)s], max_length: 128, workers: 1}
+data: {train: [%(rows)s], heldout: [%(heldout)s], max_length: 96, workers: 1}
 drafter: {block_size: 4, mask_token_id: %(mask)s, num_hidden_layers: 1, intermediate_size: 64, selector_rank: 8, selector_top_k: 4}
 optimizer: {lr: 1e-2}
-train: {max_steps: 20, global_batch_size: 2, micro_batch_size: 2, num_anchors: 8, log_every_steps: 7, eval_every_steps: 5, checkpoint_every_steps: 3,
+train: {max_steps: 14, global_batch_size: 2, micro_batch_size: 2, num_anchors: 8, log_every_steps: 5, eval_every_steps: 4, checkpoint_every_steps: 3,
         export_best: true}
 evaluate: {max_new_tokens: 8, max_prompts: 1, client_prompts: 1}
 export: {precision: float32}
@@ -63,7 +63,7 @@ track: {wandb: disabled, progress: false}
 """
 REGENERATE = """
 target: {path: embedded, precision: float32}
-regenerate: {prompts: embedded, limit: 40, max_new_tokens: 16, max_length: 128, batch_size: 4, temperature: %(temperature)s}
+regenerate: {prompts: embedded, limit: 24, max_new_tokens: 12, max_length: 96, batch_size: 4, temperature: %(temperature)s}
 track: {wandb: disabled, progress: false}
 """
 
@@ -334,7 +334,7 @@ def live(job: Job, folder: Path, chance: random.Random, most: int) -> int:
     """One run from its beginning to its end, with at most so many hits; how many there were. Compares the outcome."""
     folder.mkdir()
     hits, faults = 0, len(job.faults)
-    while hits < most and chance.random() < 0.8 and hit(job, folder, chance):
+    while hits < most and chance.random() < 0.9 and hit(job, folder, chance):
         hits += 1
     children = fork(job, folder)
     codes = wait(children, HANGS)
