@@ -138,6 +138,8 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 # --- children -----------------------------------------------------------------------------------------------------
 
+_running: list[int] = []
+_codes: dict[int, int] = {}  # of those that ended
 _shared = mmap.mmap(-1, 16)  # what a child leaves behind: its phase, and how many file operations it did
 
 
@@ -230,29 +232,30 @@ def fork(job: Job, folder: Path, fatal: int | None = None, half: float = 0.0) ->
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             os._exit(code)
+    _running[:] = children
     return children
 
 
 def wait(children: list[int], seconds: float) -> list[int] | None:
     """Exit codes (negative: of a signal) once all have ended; None if they have not by then."""
-    codes: dict[int, int] = {}
     end = time.monotonic() + seconds
-    while len(codes) < len(children):
+    while True:
         for pid in children:
-            if pid not in codes:
+            if pid in _running:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-        if len(codes) < len(children):
-            if time.monotonic() > end:
-                return None
-            time.sleep(0.002)
-    return [codes[pid] for pid in children]
+                    _running.remove(pid)
+                    _codes[pid] = os.waitstatus_to_exitcode(status)
+        if not set(children) & set(_running):
+            return [_codes[pid] for pid in children]
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.002)
 
 
 def kill(children: list[int], sent: signal.Signals) -> None:
     for pid in children:
-        with contextlib.suppress(ProcessLookupError):
+        if pid in _running:
             os.kill(pid, sent)
 
 
@@ -404,6 +407,7 @@ def main(argv: list[str]) -> int:
     place.mkdir(parents=True, exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")
     os.environ["HOME"] = str(place)  # tokenised data goes below it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
     load_recipe("demo")  # once for all children
     with contextlib.suppress(ImportError):
         importlib.import_module("dflash.model")  # lazily imported at a run's end
@@ -426,9 +430,16 @@ def main(argv: list[str]) -> int:
         print(f"{job.name}: undisturbed in {job.seconds:.1f} s, {job.operations} file operations", flush=True)
     goals = [round(args.kills * job.share) for job in jobs]
     goals[2] += args.kills - sum(goals)
-    for number, (job, goal) in enumerate(zip(jobs, goals, strict=True)):
-        while job.kills.total() < goal:
-            live(job, place / f"life-{number}-{job.lives}", chance, goal - job.kills.total())
+    lives = 0
+    try:
+        while any(job.kills.total() < goal for job, goal in zip(jobs, goals, strict=True)):
+            # The one that is furthest behind, so that a test cut short has done some of each.
+            job, goal = min(zip(jobs, goals, strict=True), key=lambda pair: pair[0].kills.total() / max(pair[1], 1))
+            live(job, place / f"life-{lives}", chance, goal - job.kills.total())
+            lives += 1
+    except KeyboardInterrupt:
+        end_all([*_running])
+        print("\ncut short by Ctrl-C; so far:")
     faults = [f"{job.name}: {fault}" for job in jobs for fault in job.faults]
     print(
         f"\n{table(jobs)}\n\n{sum(job.kills.total() for job in jobs)} kills in {time.monotonic() - began:.0f} s, seed {args.seed}"
