@@ -39,6 +39,7 @@ LOGGED = {
     "perf/tokens_per_second": "training tokens, without padding, per second of the window, over all ranks",
     "perf/blocks_per_second": "blocks drafted per second of the window, over all ranks",
     "perf/memory_gib": "most memory that rank 0 had allocated so far: of the GPU, or of the process on a CPU (GiB)",
+    "perf/checkpoints_skipped": "checkpoints so far that a full or failing disk did not take",
     "data/coverage": "supervised tokens that a block predicted / those that some block could have",
     "data/microbatches": "micro-batches of the window, over all ranks",
     "data/skipped_microbatches": "those of them without a supervised token",

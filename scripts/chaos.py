@@ -96,8 +96,11 @@ def trained(folder: Path) -> dict[str, Any]:
     for path in [*run.glob("checkpoints/*/*"), *run.glob("export/*")]:
         found[str(path.relative_to(run))] = path.read_bytes()
     record = json.loads(found["export/dflash_train.json"])
-    record["provenance"].pop("resumed", None)
+    for name in ("resumed", "git_commit", "git_dirty"):  # somebody may work on the checkout meanwhile
+        record["provenance"].pop(name, None)
     found["export/dflash_train.json"] = record
+    card = found["export/README.md"].splitlines()
+    found["export/README.md"] = [line for line in card if not line.startswith(b"- git_")]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["curve"] = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
     return found

@@ -253,6 +253,15 @@ def test_a_continued_run_knows_the_best_bit_for_bit(recipe, worth, step):
     assert same(weights(whole / "export"), weights(run / "export"))
 
 
+def test_a_finished_run_that_is_resumed_has_one_line_of_its_end(recipe):
+    training.train(recipe("run"))
+    run = Path(recipe("run").output_dir)
+    whole = steady(run)
+    assert "client/tau" in whole[-1]
+    training.train(recipe("run", "train.resume=true"))
+    assert steady(run) == whole
+
+
 def test_a_best_that_is_gone_or_of_another_metric_is_looked_for_anew(recipe, worth, capsys):
     import shutil
 
