@@ -120,4 +120,4 @@ run_command(training.main)
     done = torchrun(str(script), "-c", str(recipe), f"output_dir={tmp_path}/run", timeout=60)
     assert done.returncode != 0
     assert done.stderr.count("error: step 1: loss") == 2 and done.stderr.count("not finite; lower optimizer.lr") == 2
-    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*")) and not (tmp_path / "run" / "export").exists()
