@@ -5,7 +5,7 @@ A second call continues the first; what is finished is never lost. On several ma
 and join the files with --merge.
 
 Exit code 0: all rows written; 2: a mistake in recipe, data or server, named in one message; 3: some conversations failed (see
-<output>.failed.jsonl), the same command tries them again; 130: Ctrl-C; 143: SIGTERM.
+<output>.failed.jsonl), the same command tries them again; 130: Ctrl-C; 143: SIGTERM; 138: SIGUSR1.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from dflash_train.config.load import load_recipe, require
 from dflash_train.config.schema import Attention, Recipe
 from dflash_train.data.certificate import Certificate, certify, check_certificate
 from dflash_train.data.chat import load_tokenizer, mask_strategy, prompt_ids, serving_template, template_hash
-from dflash_train.data.corpus import Corpus
+from dflash_train.data.corpus import Corpus, fingerprint_of
 from dflash_train.data.inspection import sources_table
 from dflash_train.data.mask_token import check_mask_absent, check_mask_token, token_name
 from dflash_train.data.prepare import check_token_ids, examine, located_sources, prepare
 from dflash_train.data.provenance import expected_of
 from dflash_train.data.read import Kept, iter_conversations, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
-from dflash_train.data.template import TEMPLATE_ERRORS
+from dflash_train.data.template import TEMPLATE_ERRORS, tokenizer_hash
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
@@ -31,7 +32,7 @@ from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.target import hf
 from dflash_train.target.hf import HFTarget, resolve_dtype
-from dflash_train.target.info import read_target_info
+from dflash_train.target.info import read_target_info, weights_sample
 from dflash_train.types import Prompt, TargetInfo, TokenizedExample
 
 
@@ -207,24 +208,49 @@ def describe(o: Outline) -> str:
     )
 
 
-def data_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
-    """What, besides the drafter, must stay the same for a resume to give the same numbers."""
+def run_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
+    """What must stay the same for a checkpoint to be continued: the drafter, the target, the data and their order."""
     train = o.recipe.train
     weights = [source.weight for source in stream.examples.sources]
     mixed = {"weights": weights} if set(weights) != {1.0} else {}
-    return mixed | {
-        "target": o.info.path,
-        "target_revision": o.info.revision,
-        "template_hash": template_hash(o.tokenizer, o.recipe.data.chat_template_kwargs),
-        "data": stream.fingerprint,
-        "rows": len(stream.examples),
-        "tokens": stream.tokens_per_epoch,
-        "row_length": o.recipe.data.max_length,
-        "pack": o.recipe.data.pack,
-        "global_batch_size": train.global_batch_size,
-        "num_anchors": train.num_anchors,
-        "seed": train.seed,
+    return identity_of(
+        o.spec,
+        **mixed,
+        target_revision=o.info.revision,
+        target_weights=weights_sample(o.target_path),
+        tokenizer=tokenizer_hash(o.tokenizer),
+        template_hash=template_hash(o.tokenizer, o.recipe.data.chat_template_kwargs),
+        data=stream.fingerprint,
+        rows=len(stream.examples),
+        tokens=stream.tokens_per_epoch,
+        row_length=o.recipe.data.max_length,
+        pack=o.recipe.data.pack,
+        global_batch_size=train.global_batch_size,
+        num_anchors=train.num_anchors,
+        seed=train.seed,
+    )
+
+
+def run_settings(
+    o: Outline, total_steps: int, heldout: list[TokenizedExample], prompts: list[Prompt], device: torch.device
+) -> dict[str, Any]:
+    """What changes the numbers of the steps to come, and may be changed knowingly in the middle of a run. By the names of the knobs,
+    where there is one."""
+    recipe = o.recipe
+    knobs = {f"optimizer.{name}": value for name, value in vars(recipe.optimizer).items()}
+    objective = {name: value for name, value in vars(recipe.objective).items() if name != "chunk_rows"}
+    knobs |= {f"objective.{name}": value for name, value in (objective | {"loss_decay_gamma": o.gamma}).items()}
+    knobs |= {
+        f"{part}.precision": str(resolve_dtype(getattr(recipe, part).precision, device))
+        for part in ("target", "engine")
     }
+    asked = hashlib.sha256(json.dumps([[p.id, p.domain, p.token_ids] for p in prompts]).encode()).hexdigest()[:16]
+    known = {
+        "target": o.info.path,
+        "total_steps": total_steps,
+        "heldout": fingerprint_of(heldout) if heldout else asked if prompts else None,
+    }
+    return json.loads(json.dumps(known | knobs, default=lambda value: value.value))  # a choice is saved by its name
 
 
 # --- a finished or running run, opened again ----------------------------------------------------------------------
@@ -311,7 +337,7 @@ def open_drafter(
     recipe = load_recipe(config or own, overrides)
     if (folder / "state.json").exists():
         saved = read_state(folder)
-        o, step, trained_on = outline(recipe), saved.step, saved.identity.get("target")
+        o, step, trained_on = outline(recipe), saved.step, saved.settings.get("target")
         now = identity_of(o.spec)
         differ = [f"{k}: trained {v}, now {now[k]}" for k, v in saved.identity.items() if k in now and now[k] != v]
         if differ:

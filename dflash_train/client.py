@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dflash_train import disk
 from dflash_train.acceptance import Tau
 from dflash_train.build import OpenedRun, hash_weights
 from dflash_train.config.load import CheckFailed
@@ -114,7 +115,7 @@ class GapReport:
     def write(self, output_dir: Path) -> None:
         """<output_dir>/client.json."""
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "client.json").write_text(json.dumps(self.as_dict(), indent=1))
+        disk.replace(output_dir / "client.json", [json.dumps(self.as_dict(), indent=1).encode()])
 
     def metrics(self) -> dict[str, float]:
         """What is logged with the run."""

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import dflash_train
+from dflash_train import disk
 from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
 from dflash_train.config.load import parse, parser, run_command
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
@@ -101,6 +102,8 @@ def write_export(
     }
 
     output.parent.mkdir(parents=True, exist_ok=True)
+    for left in ("writing", "replaced"):
+        disk.sweep(output.parent, f".{output.name}.{left}-")
     building = output.parent / f".{output.name}.writing-{os.getpid()}"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()

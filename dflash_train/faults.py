@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from dflash_train import ranks
+from dflash_train import disk, ranks
 from dflash_train.config.load import CheckFailed
 from dflash_train.config.schema import EngineKind, Recipe
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.guard import Skip
+from dflash_train.track import read_rows
 
 SKIPPED = "skipped.jsonl"
 
@@ -43,18 +46,21 @@ def skipped_line(record: dict[str, Any]) -> str:
     return f"step {record['step']} skipped by all ranks: {on} not finite; documents {shown}"
 
 
-def note_skips(folder: Path, records: list[dict[str, Any]]) -> None:
-    """Append to folder/skipped.jsonl."""
+def note_skips(folder: Path, skips: list[Skip], stream: RowStream) -> None:
+    """Say which steps were skipped, and append them to folder/skipped.jsonl."""
+    records = [skipped_rows(skip, stream, ranks.world_size()) for skip in skips]
     with (folder / SKIPPED).open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+    for record in records:
+        tqdm.write(skipped_line(record), file=sys.stderr)
 
 
 def forget_skips(folder: Path, step: int) -> None:
     """Drop what is noted of steps after `step`, which will be done again."""
     path = folder / SKIPPED
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        rows = [row for row in read_rows(path)[0] if row["step"] <= step]
+        disk.replace(path, (f"{json.dumps(row)}\n".encode() for row in rows))
 
 
 def stopped_message(most: int, step: int) -> str:

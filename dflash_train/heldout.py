@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_train import ranks
+from dflash_train import ranks, stop
 from dflash_train.acceptance import ALL, cutoffs, domain_rows
 from dflash_train.config.schema import EvaluateConfig
 from dflash_train.evaluate import decode_prompts
@@ -40,10 +40,11 @@ def decoded_values(step: DraftStep, prompts: list[Prompt], config: EvaluateConfi
     domains = [*row_of.values(), ALL]
     sums = np.zeros((len(domains), 2))
     mine = prompts[ranks.rank() :: ranks.world_size()]
-    if mine:
-        for result in decode_prompts(step, mine, config, stop_ids, plain=False).results:
-            own = row_of.get(result.domain, ALL)
-            sums[sorted({domains.index(own), len(domains) - 1})] += (sum(result.rounds), len(result.rounds))
+    with stop.interruptible():
+        if mine:
+            for result in decode_prompts(step, mine, config, stop_ids, plain=False).results:
+                own = row_of.get(result.domain, ALL)
+                sums[sorted({domains.index(own), len(domains) - 1})] += (sum(result.rounds), len(result.rounds))
     step.train(was_training)
     if step.target.device.type == "cuda":
         torch.cuda.empty_cache()  # the caches of decoding are as large as the memory allowed

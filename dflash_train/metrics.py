@@ -40,6 +40,7 @@ LOGGED = {
     "perf/tokens_per_second": "training tokens, without padding, per second of the window, over all ranks",
     "perf/blocks_per_second": "blocks drafted per second of the window, over all ranks",
     "perf/memory_gib": "most memory that rank 0 had allocated so far: of the GPU, or of the process on a CPU (GiB)",
+    "perf/checkpoints_skipped": "checkpoints so far that a full or failing disk did not take",
     "data/coverage": "supervised tokens that a block predicted / those that some block could have",
     "data/microbatches": "micro-batches of the window, over all ranks",
     "data/skipped_microbatches": "those of them without a supervised token",
@@ -83,6 +84,14 @@ class MetricWindow:
             value = torch.where(taken, value, 0.0)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._step = {}
+
+    def state(self) -> dict[str, list[float]]:
+        """This rank's sums so far, for a checkpoint between two reports."""
+        return {name: value.tolist() for name, value in self._sums.items()}
+
+    def restore(self, sums: dict[str, list[float]], device: torch.device) -> None:
+        """Go on from `state`."""
+        self._sums = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in sums.items()}
 
     def report(self) -> dict[str, float]:
         """Means over all ranks since the last report (a collective: call it on every rank); metrics without any count are left out."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 PATIENCE = timedelta(days=7)
 
 _store: dist.Store | None = None  # where ranks meet and leave notes for each other, outside any collective
+_host_group: dist.ProcessGroup | None = None  # for what the host decides: a GPU's queue need not be waited for
 _meetings = 0
 
 
@@ -24,7 +25,7 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
         torch.cuda.set_device(device)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if (several or group) and not dist.is_initialized():
-        global _store, _meetings
+        global _store, _meetings, _host_group
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = dist.HashStore(), 0, 1
         if several:
@@ -40,6 +41,7 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
             device_id=device if cuda else None,
         )
         _store, _meetings = dist.PrefixStore("meetings", store), 0
+        _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)  # ranks evaluate for unequal times
     return device
 
 
@@ -79,6 +81,24 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def restarts() -> int:
     """How often torchrun has started this job again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is up on any rank; the same answer on all of them. On the host alone."""
+    if not dist.is_initialized():
+        return flag
+    raised = torch.tensor([int(flag)])
+    dist.all_reduce(raised, dist.ReduceOp.MAX, group=_host_group)
+    return bool(raised)
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, by rank. On the host alone."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
 
 
 def barrier() -> None:
@@ -139,9 +159,9 @@ def is_lost(error: BaseException) -> bool:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Rank 0's value, on every rank. On the host alone."""
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_host_group)
     return box[0]

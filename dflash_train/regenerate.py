@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from dflash_train import stop
 from dflash_train.config.schema import Api, Recipe
 from dflash_train.config.schema import Backend as BackendName
 from dflash_train.generation.base import Answer, Backend
@@ -39,7 +38,6 @@ from dflash_train.generation.output import (
 )
 from dflash_train.generation.tool_calls import RESULT_ROLES, as_message, call_as_text, tool_names
 
-TERMINATED = 143  # the exit code of a process that SIGTERM ends
 FIRST_FAILURES = 8  # requests that must fail before a run without any success is given up, if fewer are in flight
 FIRST_UNPARSED = 8  # the same for tool calls that a server returns as plain text
 TOOL_PARSER = (
@@ -52,13 +50,13 @@ def regenerate(recipe: Recipe, backend: Backend | None = None) -> dict[str, Any]
     """Run `recipe.regenerate` to its end and return the manifest, which is also written to `<output>.manifest.json`.
 
     `backend` answers; by default the one that the recipe names. It is closed at the end, whatever happens. Conversations that
-    fail go to `<output>.failed.jsonl` with a reason and are tried again by the next run. After Ctrl-C, SIGTERM (SystemExit 143) or any
+    fail go to `<output>.failed.jsonl` with a reason and are tried again by the next run. After a request to stop (see `stop`) or any
     error, finished rows are in the output and the manifest says `complete: false`.
     Raises ValueError for prompts that cannot be read, too many unusable ones, an output that another generator began, and a backend of
     which the first answers all fail for one reason.
     """
     run = Run(time.monotonic())
-    with contextlib.ExitStack() as held, _sigterm_exits():
+    with stop.listening(), contextlib.ExitStack() as held:
         if backend is not None:
             held.callback(backend.close)
         job = open_job(recipe)
@@ -259,20 +257,3 @@ class Run:
 def _kind(reason: str) -> str:
     """A reason without the words that differ between two requests: addresses, numbers, ids."""
     return re.sub(r"\S*\d\S*|https?://\S+", "#", reason)
-
-
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM ends the body as Ctrl-C does, with exit code 143. Elsewhere than in the main thread Python cannot be told, and it kills."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signum: int, frame: Any) -> None:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from dflash_train import disk
 from dflash_train.config.load import load_recipe, parse, parser, run_command
 from dflash_train.config.schema import Recipe, WandbMode
 
@@ -68,9 +69,10 @@ class Tracker:
         atexit.register(self.finish, failed=True)
 
     def _drop_after(self, step: int) -> list[dict[str, Any]]:
-        """A resumed run continues its curve: lines of steps that will be done again are removed. Returns the others."""
-        rows = [row for row in read_rows(self.path)[0] if row["step"] <= step] if step else []
-        self.path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        """A resumed run continues its curve: lines of what will be done again are removed, those of later steps and of the run's end. Returns
+        the others."""
+        rows = [row for row in read_rows(self.path)[0] if row["step"] <= step and not _of_the_end(row)] if step else []
+        disk.replace(self.path, (f"{json.dumps(row)}\n".encode() for row in rows))
         return rows
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -89,6 +91,10 @@ class Tracker:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             _guarded(sink.name, lambda sink=sink: sink.close(failed=failed))
+
+
+def _of_the_end(row: dict[str, Any]) -> bool:
+    return any(name.startswith("client/") for name in row)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -7,6 +7,7 @@ before the first backward, so neither the loss nor the gradient depends on how t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,24 +15,25 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from dflash_train import __version__, ranks
+from dflash_train import __version__, disk, ranks, stop
 from dflash_train.build import (
     Outline,
     build_step,
     build_stream,
     certify_rows,
-    data_identity,
     describe,
     heldout_examples,
     heldout_prompts,
     outline,
+    run_identity,
+    run_settings,
     say,
     stop_ids,
 )
@@ -39,13 +41,16 @@ from dflash_train.checkpoint import (
     BEST,
     Best,
     TrainState,
+    Writer,
+    check_room,
+    check_same_run,
     checkpoints,
-    identity_of,
-    load_checkpoint,
+    hold,
+    load_saved,
     load_weights,
+    newest,
     resume_best,
-    save_best,
-    save_checkpoint,
+    tidy,
 )
 from dflash_train.client import GapReport, gap_alarm, require_client
 from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
@@ -54,18 +59,11 @@ from dflash_train.config.values import nearest
 from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
+from dflash_train.drafter.spec import tensor_shapes
 from dflash_train.engine.base import Engine
 from dflash_train.engine.build import build_engine
 from dflash_train.export import check_output, export_run, rewrite_card
-from dflash_train.faults import (
-    forget_skips,
-    memory_explained,
-    note_skips,
-    one_voice,
-    skipped_line,
-    skipped_rows,
-    stopped_message,
-)
+from dflash_train.faults import forget_skips, memory_explained, note_skips, one_voice, stopped_message
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -78,7 +76,7 @@ from dflash_train.walk import move
 
 @dataclass(kw_only=True)
 class Run:
-    """A training run under way."""
+    """A training run under way. tracker, writer: rank 0's."""
 
     recipe: Recipe
     folder: Path
@@ -92,6 +90,7 @@ class Run:
     total_steps: int
     state: TrainState
     tracker: Tracker | None
+    writer: Writer | None
     window: MetricWindow
     counts: Counts
 
@@ -102,24 +101,50 @@ class Run:
 
 
 def train(recipe: Recipe) -> Path:
-    """Run the recipe's training and return the folder of its export. Every rank calls it."""
-    run = start(recipe)
-    with memory_explained(recipe):
-        for step in progress(run):
-            train_step(run, step)
-            run.state.step = done = step + 1
-            save = due(done, recipe.train.checkpoint_every_steps, run)
-            evaluations = evaluations_due(run, done)
-            # Also before these, so that nothing unchecked is saved, and a resumed curve is the same.
-            if save or evaluations or due(done, recipe.train.log_every_steps, run):
-                log_step(run, done)
-            if evaluations:
-                evaluate_heldout(run, done, evaluations)
-            if save or run.out_of_patience:
-                checkpoint(run)
-            if run.out_of_patience:
-                break
-    return finish(run)
+    """Run the recipe's training and return the folder of its export. Every rank calls it.
+
+    A request to stop (see `stop`) saves after the current step and raises SystemExit or KeyboardInterrupt; train.resume=true goes on.
+    """
+    with stop.listening(), contextlib.ExitStack() as held:
+        run = start(recipe, held)
+        with memory_explained(recipe), stop.deferred():
+            if run.state.pending:
+                close_step(run, run.state.step, run.state.pending)
+            for step in progress(run):
+                train_step(run, step)
+                run.state.step = done = step + 1
+                evaluations = evaluations_due(run, done)
+                # Also before these, so that nothing unchecked is saved, and a resumed curve is the same.
+                if evaluations or save_due(run, done) or due(done, recipe.train.log_every_steps, run):
+                    log_step(run, done)
+                close_step(run, done, evaluations)
+                if run.out_of_patience:
+                    break
+            if run.writer:
+                run.writer.finish()
+        return finish(run)
+
+
+def close_step(run: Run, done: int, evaluations: list[str]) -> None:
+    """What comes behind a step: evaluations, checkpoints, and the end of the run where one was asked for. A collective."""
+    stopping, better = ranks.any_rank(stop.requested()), False
+    run.state.pending = evaluations
+    if evaluations and not stopping:
+        try:
+            better = evaluate_heldout(run, done, evaluations)
+            run.state.pending = []
+        except stop.Interrupted:
+            stopping = True
+    if stopping and (stuck_at := note_skipped(run, done)) is not None:
+        give_up(run, stuck_at)
+    save = stopping or run.out_of_patience or save_due(run, done)
+    if save or better:
+        checkpoint(run, step=save, best=better)
+    if stopping:
+        if run.writer:
+            run.writer.finish()
+        say(f"stopped at step {done} of {run.total_steps}; the same command with train.resume=true goes on from there")
+        stop.leave()
 
 
 def train_step(run: Run, step: int) -> None:
@@ -140,20 +165,20 @@ def train_step(run: Run, step: int) -> None:
     run.window.end_step(run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer)))
 
 
-def start(recipe: Recipe) -> Run:
-    """Everything before the first step: what a user can get wrong is found before the target's weights are read."""
+def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
+    """Everything before the first step: what a user can get wrong is found before the target's weights are read. held: what the run keeps
+    until its end, the folder of its checkpoints and the thread that writes them."""
     require(recipe, "output_dir", "target.path", "data.train")
     device = ranks.start(recipe.engine.timeout_minutes, group=recipe.engine.kind.shards)
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     folder = Path(recipe.output_dir)
     check_folder(folder)
-    saved = checkpoints(folder / "checkpoints")
+    store = folder / "checkpoints"
+    begun = store.exists()
+    # torchrun --max-restarts begins a command again to have it continued.
     resume = recipe.train.resume or ranks.restarts() > 0
-    if (saved or (folder / "checkpoints" / BEST).exists()) and not resume:
-        raise ValueError(
-            f"output_dir = {folder}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
-        )
+    saved = ranks.broadcast_object(find_checkpoint(store, resume, held) if ranks.is_rank0() else None)
     check_output(export_folder(recipe))
     if recipe.data.certificate:
         read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
@@ -178,6 +203,19 @@ def start(recipe: Recipe) -> Run:
     if note := stream.sharing_note(ranks.world_size()):
         say(note)
 
+    settings = run_settings(o, total, heldout, prompts, device)
+    state = TrainState(step=0, identity=run_identity(o, stream), settings=settings)
+    if saved:
+        path, found = saved
+        for line in check_same_run(path, found, state, recipe.train.may_change):
+            say(f"train.may_change: {line}")
+        state = replace(found, settings=settings)
+    if ranks.is_rank0():
+        parameters = sum(math.prod(shape) for shape in tensor_shapes(o.spec).values())
+        keep, best = recipe.train.keep_checkpoints, bool(recipe.data.heldout)
+        if warning := check_room(store, parameters, keep, best=best):
+            say(f"WARNING: {warning}")
+
     module = build_step(o, device)
     engine = build_engine(
         module,
@@ -186,22 +224,24 @@ def start(recipe: Recipe) -> Run:
         micro_batches=stream.micro_batches_per_rank(ranks.world_size()),
         most_in_a_row=recipe.train.max_skipped_steps,
     )
-    identity = identity_of(o.spec, **data_identity(o, stream), total_steps=total)
-    state = TrainState(step=0, identity=identity)
     if saved:
-        state, weights = load_checkpoint(saved[-1], identity)
-        engine.restore(weights)
-        say(f"resumed from {saved[-1]} at step {state.step}")
+        engine.restore(load_saved(path))
+        say(f"resumed from {path} at step {state.step}")
+        engine.guard.resume(state.skipped_in_a_row)
     elif resume:
-        say(f"train.resume: no checkpoint in {folder / 'checkpoints'}; starting at step 0")
-    if resume:
-        note = resume_best(folder / "checkpoints", state, recipe.train.best_metric)
-        if note:
-            say(note)
+        say(f"train.resume: no checkpoint in {store}; starting at step 0")
     ranks.barrier()  # nobody writes before all have read
-    tracker = None
+    tracker = writer = None
     if ranks.is_rank0():
-        folder.mkdir(parents=True, exist_ok=True)
+        if not begun:  # only now, so that a run that is refused leaves nothing
+            held.enter_context(hold(store))
+            if checkpoints(store):
+                raise ValueError(f"output_dir = {folder}: another run trained there just now; choose another folder")
+        writer = Writer(store, recipe.train.keep_checkpoints)
+        writer.prune()
+        held.callback(writer.close)
+        if resume and (note := resume_best(store, state, recipe.train.best_metric)):
+            say(note)
         forget_skips(folder, state.step)
         recipe.provenance = provenance()
         if not saved:  # what an earlier run here measured must not end up on this one's model card
@@ -210,13 +250,13 @@ def start(recipe: Recipe) -> Run:
         if saved:  # the first start stays on record
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
-        (folder / "config.yaml").write_text(to_yaml(recipe))
+        disk.replace(folder / "config.yaml", [to_yaml(recipe).encode()])
         write_certificate(certificate, folder / CERTIFICATE)
-        (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
+        disk.replace(folder / "notes.json", [json.dumps(stream.examples.kept.origin).encode()])  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
-    ranks.barrier()
+    state.best = ranks.broadcast_object(state.best)
     module.train()
-    return Run(
+    run = Run(
         recipe=recipe,
         folder=folder,
         outline=o,
@@ -229,9 +269,26 @@ def start(recipe: Recipe) -> Run:
         total_steps=total,
         state=state,
         tracker=tracker,
+        writer=writer,
         window=MetricWindow(),
         counts=Counts(),
     )
+    reopen_window(run)
+    return run
+
+
+def find_checkpoint(store: Path, resume: bool, held: contextlib.ExitStack) -> tuple[Path, TrainState] | None:
+    """The checkpoint to continue from, if there is one, in a folder that is this run's alone from here on. Rank 0 only."""
+    if not store.exists():
+        return None
+    held.enter_context(hold(store))
+    tidy(store)
+    found = newest(store) if resume else None
+    if not resume and (checkpoints(store) or (store / BEST).exists()):
+        raise ValueError(
+            f"output_dir = {store.parent}: has checkpoints of an earlier run; continue it with train.resume=true, or choose another folder"
+        )
+    return found
 
 
 def check_heldout(recipe: Recipe, heldout: list[TokenizedExample], prompts: list[Prompt], candidates: int) -> None:
@@ -287,11 +344,47 @@ def due(done: int, every: int | None, run: Run) -> bool:
     return done == run.total_steps or (every is not None and done % every == 0)
 
 
-def checkpoint(run: Run) -> None:
-    saved = run.engine.gather()
-    if saved:
-        save_checkpoint(run.folder / "checkpoints", saved, run.state, run.recipe.train.keep_checkpoints)
-    ranks.barrier()
+def save_due(run: Run, done: int) -> bool:
+    return due(done, run.recipe.train.checkpoint_every_steps, run)
+
+
+def checkpoint(run: Run, *, step: bool, best: bool) -> None:
+    """Save the step, the best drafter or both, in the background. A collective."""
+    run.state.window = ranks.from_all_ranks(open_window(run)) if run.counts.micro_batches_now else []
+    saved = run.engine.gather(moments=step)
+    if run.writer:
+        assert saved is not None and run.tracker is not None
+        if run.writer.skipped:
+            run.tracker.log(run.state.step, {"perf/checkpoints_skipped": run.writer.skipped})
+        run.writer.save(saved, run.state, step=step, best=best)
+
+
+def open_window(run: Run) -> dict[str, Any]:
+    """What this rank has measured since the last log line."""
+    seconds = time.perf_counter() - run.counts.since
+    return {"sums": run.window.state(), "counts": run.counts.values, "seconds": seconds, "skipped": run.counts.skipped}
+
+
+def reopen_window(run: Run) -> None:
+    """Go on measuring where a stop came between two log lines; another number of ranks has the sums on rank 0."""
+    windows, run.state.window = run.state.window, []
+    if not windows:
+        return
+    if len(windows) == ranks.world_size():
+        mine = windows[ranks.rank()]
+    else:
+        names = sorted(set().union(*(w["sums"] for w in windows)))
+        share = windows if ranks.is_rank0() else []
+        mine = {
+            "sums": {n: [sum(w["sums"].get(n, (0.0, 0.0))[i] for w in share) for i in (0, 1)] for n in names},
+            "counts": [sum(column) for column in zip(*(w["counts"] for w in share), strict=True)] or [0] * 6,
+            "seconds": windows[0]["seconds"],
+            "skipped": windows[0]["skipped"],
+        }
+    run.window.restore(mine["sums"], run.device)
+    run.counts.values = mine["counts"]
+    run.counts.skipped = mine["skipped"]
+    run.counts.since = time.perf_counter() - mine["seconds"]
 
 
 def finish(run: Run) -> Path:
@@ -357,8 +450,13 @@ class Counts:
         self.micro_batches = 0
         self.restart()
 
+    @property
+    def micro_batches_now(self) -> int:
+        """Since the last log line."""
+        return self.values[-1]
+
     def restart(self) -> None:
-        self.values = [0, 0, 0, 0, 0, 0]
+        self.values, self.skipped = [0, 0, 0, 0, 0, 0], 0
         self.since = time.perf_counter()
 
     def add(self, batch: PackedBatch) -> None:
@@ -372,21 +470,21 @@ def log_step(run: Run, done: int) -> None:
 
     Raises CheckFailed, with a checkpoint saved, after too many skipped steps in a row.
     """
-    skips, stopped_at = run.engine.guard.report(done)
-    if stopped_at is not None:
-        run.state.step = done = stopped_at  # nothing that came after it was taken
+    stuck_at = note_skipped(run, done)
+    if stuck_at is not None:
+        done = stuck_at  # nothing that came after it was taken
     means = run.window.report()
     loss = means.get("base_loss", math.nan)
     loss += run.recipe.objective.selector_loss_weight * means.get("selector_loss", 0.0)
     counted = torch.tensor(run.counts.values, dtype=torch.float64, device=run.device)
     tokens, blocks, covered, coverable, empty, micro_batches = ranks.sum_over_ranks(counted).tolist()
-    seconds = time.perf_counter() - run.counts.since
+    seconds, skipped = time.perf_counter() - run.counts.since, run.counts.skipped
     run.counts.restart()
     values = {"train/loss": loss, **{f"train/{k}": v for k, v in means.items()}}
     values |= {
         "train/lr": lr_at(done - 1, run.total_steps, run.recipe.optimizer),
         "train/grad_norm": float(run.engine.guard.norm),
-        "train/skipped_steps": len(skips),
+        "train/skipped_steps": skipped,
         "train/epoch": run.stream.epoch_at(done),
         "perf/tokens_per_second": tokens / seconds,
         "perf/blocks_per_second": blocks / seconds,
@@ -398,16 +496,31 @@ def log_step(run: Run, done: int) -> None:
     if run.tracker:
         # No value, rather than one that is none, where no step was taken.
         run.tracker.log(done, {name: value for name, value in values.items() if math.isfinite(value)})
-        records = [skipped_rows(skip, run.stream, ranks.world_size()) for skip in skips]
-        note_skips(run.folder, records)
-        for record in records:
-            tqdm.write(skipped_line(record), file=sys.stderr)
         if "train/accept_len" in values:
             accept = f"accept {values['train/accept_len']:.2f} base {values['train/base_accept_len']:.2f}"
             run.counts.bar.set_postfix_str(f"loss {loss:.3f} {accept}")
-    if stopped_at is not None:
-        checkpoint(run)
-        raise CheckFailed(stopped_message(run.recipe.train.max_skipped_steps, stopped_at))
+    if stuck_at is not None:
+        give_up(run, stuck_at)
+
+
+def note_skipped(run: Run, done: int) -> int | None:
+    """Note the steps that were skipped since this was last asked; the step at which there were too many in a row, if there were."""
+    skips, stuck_at = run.engine.guard.report(done)
+    run.state.skipped_in_a_row = run.engine.guard.in_a_row
+    run.counts.skipped += len(skips)
+    if run.tracker:
+        note_skips(run.folder, skips, run.stream)
+    return stuck_at
+
+
+def give_up(run: Run, stuck_at: int) -> NoReturn:
+    """Save what the last good step left and raise CheckFailed. A collective."""
+    run.state.step, run.state.pending, run.state.skipped_in_a_row = stuck_at, [], 0
+    run.counts.restart()
+    checkpoint(run, step=True, best=False)
+    if run.writer:
+        run.writer.finish()
+    raise CheckFailed(stopped_message(run.recipe.train.max_skipped_steps, stuck_at))
 
 
 def evaluations_due(run: Run, done: int) -> list[str]:
@@ -418,8 +531,11 @@ def evaluations_due(run: Run, done: int) -> list[str]:
     return [*due_now, "decoded"] if decode else due_now
 
 
-def evaluate_heldout(run: Run, done: int, evaluations: list[str]) -> None:
-    """Held-out acceptance: logged, compared with the best so far. A collective; its time is no part of the speed that is logged."""
+def evaluate_heldout(run: Run, done: int, evaluations: list[str]) -> bool:
+    """Held-out acceptance, logged; whether it is the best so far. A collective; its time is no part of the speed that is logged.
+
+    Raises stop.Interrupted where a request to stop cuts it short; nothing was logged then.
+    """
     began = time.perf_counter()
     values: Values = {}
     with run.engine.whole() as step:
@@ -435,25 +551,23 @@ def evaluate_heldout(run: Run, done: int, evaluations: list[str]) -> None:
         run.tracker.log(done, known | {"perf/eval_seconds": seconds})
         shown = [n for n in ("heldout/walk_tau", "heldout/base_walk_tau", "decoded/tau") if n in known]
         tqdm.write(f"step {done}: " + ", ".join(f"{n} {known[n]:.3f}" for n in shown), file=sys.stderr)
-    keep_best(run, done, values)
+    return is_best(run, done, values)
 
 
-def keep_best(run: Run, done: int, values: Values) -> None:
-    """Save the drafter as checkpoints/best where train.best_metric is the highest so far; count evaluations without one."""
+def is_best(run: Run, done: int, values: Values) -> bool:
+    """Whether train.best_metric is the highest so far; counts evaluations without one."""
     metric = run.recipe.train.best_metric
     kind = metric.partition("/")[0] + "/"
     if not any(name.startswith(kind) for name in values):
-        return  # the other kind of evaluation
+        return False  # the other kind of evaluation
     value, best = values[metric], run.state.best
     if value is None or (best is not None and done <= best.step):
-        return  # nothing was measured, or this evaluation is done again after a resume
+        return False  # nothing was measured, or this evaluation is done again after a resume
     if best is not None and value <= best.value:
         best.since += 1
-        return
+        return False
     run.state.best = Best(metric=metric, value=value, step=done)
-    saved = run.engine.gather(moments=False)
-    if saved:
-        save_best(run.folder / "checkpoints", saved, run.state)
+    return True
 
 
 def _memory_gib(device: torch.device) -> float:

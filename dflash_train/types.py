@@ -152,7 +152,7 @@ class Saved:
     from any other's.
 
     weights: name -> tensor. moments: "exp_avg.<name>", "exp_avg_sq.<name>" like the parameter and "step.<name>" (scalar); empty before the
-    first step.
+    first step, or where only the weights were asked for.
     """
 
     weights: dict[str, torch.Tensor]

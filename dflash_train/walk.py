@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dflash_train import ranks
+from dflash_train import ranks, stop
 from dflash_train.acceptance import ALL, Tau, cutoffs, domain_rows, oracle_counts, oracle_table
 from dflash_train.data.blocks import legal_anchors
 from dflash_train.data.stream import assemble
@@ -160,14 +160,15 @@ def teacher_forced(step: DraftStep, examples: list[TokenizedExample]) -> dict[st
     candidates = max(1, step.drafter.spec.selector_top_k)
     counts = np.zeros((2, 1 + len(cutoffs(candidates))), np.int64)
     mine = examples[ranks.rank() :: ranks.world_size()]
-    for group in in_groups(mine, step.target.device):
-        for i, found in zip(group, at_anchors(step, [mine[i] for i in group]), strict=True):
-            columns = sorted({domains.index(row_of.get(mine[i].domain, ALL)), len(domains) - 1})
-            for first, accepted in ((0, found.path), (1, found.base)):
-                rounds = walk_rounds(found.anchors, accepted)
-                sums[first, columns] += (sum(rounds), len(rounds))
-                sums[first + 2, columns] += (int(accepted.sum()) + len(accepted), len(accepted))
-            counts += oracle_counts(found.ranks_AS, found.supervised_AS, candidates)
+    with stop.interruptible():
+        for group in in_groups(mine, step.target.device):
+            for i, found in zip(group, at_anchors(step, [mine[i] for i in group]), strict=True):
+                columns = sorted({domains.index(row_of.get(mine[i].domain, ALL)), len(domains) - 1})
+                for first, accepted in ((0, found.path), (1, found.base)):
+                    rounds = walk_rounds(found.anchors, accepted)
+                    sums[first, columns] += (sum(rounds), len(rounds))
+                    sums[first + 2, columns] += (int(accepted.sum()) + len(accepted), len(accepted))
+                counts += oracle_counts(found.ranks_AS, found.supervised_AS, candidates)
     step.train(was_training)
     device = step.target.device
     pooled = ranks.sum_over_ranks(torch.from_numpy(sums).to(device)).tolist()

@@ -371,7 +371,12 @@ class TrainConfig:
         10,
         "Stop with a checkpoint after so many steps in a row whose loss or gradient was not finite on some rank; each is skipped by all ranks.",
     )
-    resume: bool = knob(False, "Continue from the newest checkpoint in output_dir.")
+    resume: bool = knob(False, "Continue from the newest good checkpoint in output_dir; there may be none yet.")
+    may_change: list[str] = knob(
+        [],
+        """Settings in which the recipe may differ from the checkpoint it continues from, such as optimizer.lr or total_steps; a resume that
+        finds any other difference names it and stops.""",
+    )
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dflash_train import disk
 from dflash_train.assets import html_page, public_name
 from dflash_train.dashboard.alerts import alerts, part
 from dflash_train.dashboard.charts import Series, bar_chart, interval_bar, line_chart, number, percent
@@ -30,6 +31,7 @@ def write_report(folder: Path, output: Path | None = None, *, refresh: float | N
     output = output or folder / PAGE
     page = run_page(read_run(folder), now=time.time(), refresh=refresh)
     output.parent.mkdir(parents=True, exist_ok=True)
+    disk.sweep(output.parent, f".{output.name}.", ".partial")
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     partial.write_bytes(page.encode("utf-8", "replace"))
     partial.replace(output)

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dflash_train import __version__
+from dflash_train import __version__, disk
 from dflash_train.config.schema import DataConfig
 from dflash_train.data.chat import mask_strategy
 from dflash_train.data.corpus import Corpus
@@ -121,7 +121,7 @@ def file_hashes(entry: Any) -> list[dict[str, Any]]:
 
 def write_certificate(certificate: Certificate, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(certificate), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    disk.replace(path, [(json.dumps(asdict(certificate), indent=2, ensure_ascii=False) + "\n").encode()])
 
 
 def read_certificate(path: Path) -> Certificate:

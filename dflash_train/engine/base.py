@@ -106,12 +106,14 @@ class Engine(ABC):
 
         def keep(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
             if ranks.is_rank0():
-                into[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+                into[name] = _to_host(tensor)
 
         for name, parameter in self.parameters():
             keep(saved.weights, name, self.full(name, parameter, "weight"))
             for kind in (*MOMENTS, "step") if moments and self.optimizer.state else ():
                 keep(saved.moments, f"{kind}.{name}", self.full(name, parameter, kind))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return saved if ranks.is_rank0() else None
 
     @torch.no_grad()
@@ -132,6 +134,14 @@ class Engine(ABC):
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.state.clear()
         return self.step
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in fp32; from a GPU through pinned memory, not waited for."""
+    tensor = tensor.detach().float()
+    if tensor.device.type != "cuda":
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def fresh_moments(like: torch.Tensor) -> dict[str, torch.Tensor]:

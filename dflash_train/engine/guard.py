@@ -31,6 +31,16 @@ class Guard:
         self._judged: list[torch.Tensor] = []
         self._known_in_a_row = 0  # the same count, on the host, up to the last report
 
+    @property
+    def in_a_row(self) -> int:
+        """Skipped steps up to the last one that was reported, one after the other."""
+        return self._known_in_a_row
+
+    def resume(self, in_a_row: int) -> None:
+        """Count on from there; the next step is tried in any case."""
+        self._known_in_a_row = min(in_a_row, self.most_in_a_row - 1)
+        self._in_a_row.fill_(self._known_in_a_row)
+
     @torch.no_grad()
     def judge(self, square_norm: torch.Tensor, losses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """(whether the step is taken, what its gradients are to be divided by), both on the device. A collective of fixed size.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_train.config.schema import Recipe
+from dflash_train.disk import replace
 from dflash_train.generation.conversation import advance
 from dflash_train.generation.job import Job, open_job, shard_path
 from dflash_train.generation.output import (
@@ -20,7 +21,6 @@ from dflash_train.generation.output import (
     failed_path,
     lock,
     manifest_path,
-    replace,
     rows_of,
     totals,
     write_manifest,

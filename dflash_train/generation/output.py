@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_train.disk import replace
 from dflash_train.types import Conversation
 
 
@@ -185,17 +185,3 @@ def totals(output: Path) -> dict[str, Any]:
 def write_manifest(output: Path, manifest: dict[str, Any]) -> None:
     """Replace `<output>.manifest.json` in one step."""
     replace(manifest_path(output), [(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n").encode()])
-
-
-def replace(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file beside `path` and put it in its place; a kill leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            for part in parts:
-                stream.write(part)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

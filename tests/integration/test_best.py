@@ -172,7 +172,7 @@ def test_the_best_is_kept_and_the_newest_too(recipe, worth, tmp_path):
     worth(1.0, 1.5, 3.0, 2.0, 2.5, 3.0, 2.9, 1.0)
     training.train(recipe("run", "train.keep_checkpoints=1"))
     run = Path(recipe("run").output_dir)
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["best", f"step-{TOTAL:08d}"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [".lock", "best", f"step-{TOTAL:08d}"]
     assert best_of(run) == Best(
         metric="heldout/walk_tau", value=3.0, step=3, since=0
     )  # an equal value is no better one
@@ -253,6 +253,15 @@ def test_a_continued_run_knows_the_best_bit_for_bit(recipe, worth, step):
     assert same(weights(whole / "export"), weights(run / "export"))
 
 
+def test_a_finished_run_that_is_resumed_has_one_line_of_its_end(recipe):
+    training.train(recipe("run"))
+    run = Path(recipe("run").output_dir)
+    whole = steady(run)
+    assert "client/tau" in whole[-1]
+    training.train(recipe("run", "train.resume=true"))
+    assert steady(run) == whole
+
+
 def test_a_best_that_is_gone_or_of_another_metric_is_looked_for_anew(recipe, worth, capsys):
     import shutil
 
@@ -272,7 +281,7 @@ def test_a_best_that_is_gone_or_of_another_metric_is_looked_for_anew(recipe, wor
 
 def test_a_folder_with_a_best_alone_is_an_earlier_run(recipe):
     run = killed(recipe("run"), 2)
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["best"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [".lock", "best"]
     with pytest.raises(ValueError, match="has checkpoints of an earlier run"):
         training.train(recipe("run"))
     training.train(recipe("run", "train.resume=true"))

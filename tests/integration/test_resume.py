@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from safetensors.torch import load_file
 
 import dflash_train.train as training
 from dflash_train.build import build_stream, outline
+from dflash_train.checkpoint import checkpoints, read_state
 from dflash_train.config.load import load_recipe
 
 TOTAL = 10
@@ -136,6 +142,9 @@ def test_a_finished_run_is_only_exported_again(recipe):
         ("train.max_steps=12", "total_steps: checkpoint has 10, recipe has 12"),
         ("data.limit=5", "rows: checkpoint has 6, recipe has 5"),
         ("data.pack=true", "pack: checkpoint has False, recipe has True"),
+        ("optimizer.lr=1e-3", "optimizer.lr: checkpoint has 0.003, recipe has 0.001"),
+        ("objective.selector_loss_weight=2", "objective.selector_loss_weight: checkpoint has 1.0, recipe has 2.0"),
+        ("engine.precision=bfloat16", "engine.precision: checkpoint has torch.float32, recipe has torch.bfloat16"),
     ],
 )
 def test_a_recipe_of_another_run_is_refused_and_both_values_are_named(recipe, override, message):
@@ -164,11 +173,260 @@ def test_a_checkpoint_that_was_never_finished_is_passed_over(recipe):
     assert [line["step"] for line in curve(folder)] == list(range(1, TOTAL + 1))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_named(recipe, name):
-    """Not passed over in silence: the user decides whether to go on from the one before it."""
+def test_another_target_in_the_same_place_is_refused(recipe, tmp_path, target_dir):
+    moved = shutil.copytree(target_dir, tmp_path / "target")
+    killed(recipe("run", f"target.path={moved}"))
+    again = shutil.move(moved, tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="target: checkpoint has .*target, recipe has .*elsewhere.*train.may_change="):
+        training.train(recipe("run", "train.resume=true", f"target.path={again}"))
+    path = Path(again) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    moved = shutil.move(again, tmp_path / "target")
+    with pytest.raises(ValueError, match="target_weights: checkpoint has"):
+        training.train(recipe("run", "train.resume=true", f"target.path={moved}"))
+
+
+def test_a_setting_that_is_changed_knowingly_is_said_and_kept(recipe, capsys):
     folder = killed(recipe("run"))
-    path = folder / "checkpoints" / "step-00000005" / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=f"step-00000005.*{name}"):
+    changes = ["optimizer.lr=1e-3", "train.max_steps=12"]
+    training.train(recipe("run", "train.resume=true", "train.may_change=[optimizer.lr,total_steps]", *changes))
+    said = capsys.readouterr().out
+    assert "train.may_change: optimizer.lr: checkpoint has 0.003, recipe has 0.001" in said
+    assert "train.may_change: total_steps: checkpoint has 10, recipe has 12" in said
+    assert [line["step"] for line in curve(folder)] == list(range(1, 13))
+    training.train(recipe("run", "train.resume=true", *changes))  # the checkpoints are this recipe's now
+    with pytest.raises(ValueError, match="total_steps: checkpoint has 12, recipe has 10"):
         training.train(recipe("run", "train.resume=true"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "complete.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_continues_to_the_same_end(recipe, capsys, name):
+    every = "train.checkpoint_every_steps=2"
+    training.train(recipe("whole", every))
+    folder = killed(recipe("parts", every))
+    path = folder / "checkpoints" / "step-00000006" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    training.train(recipe("parts", every, "train.resume=true"))
+    said = capsys.readouterr()
+    assert f"step-00000006/{name}" in said.err and "going back to step-00000004" in said.err
+    assert "step-00000004 at step 4" in said.out
+    assert curve(folder) == curve(folder.parent / "whole")
+    whole = folder.parent / "whole"
+    assert all(same(a, b) for a, b in zip(state(whole), state(folder), strict=True))
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(one[k].equal(other[k]) for k in one)
+
+
+def test_a_damaged_only_checkpoint_starts_nothing(recipe):
+    folder = killed(recipe("run"))
+    path = folder / "checkpoints" / "step-00000005" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        ValueError, match=r"step-00000005/model.safetensors: damaged .*no checkpoint is left to continue"
+    ):
+        training.train(recipe("run", "train.resume=true"))
+    assert len(curve(folder)) == 7
+
+
+# --- signals ---
+
+
+@pytest.fixture
+def run_of_a_process(recipe, tmp_path):
+    """Start the real command on the recipe; `until` waits for a file or a text in its output."""
+
+    def begin(name: str, *overrides: str, patch: str = ""):
+        recipe(name)  # writes recipe.yaml
+        script = tmp_path / "script.py"
+        script.write_text(f"""
+import os, sys, time
+import torch
+torch.set_num_threads(1)
+import dflash_train.train as training
+from dflash_train.config.load import run_command
+{patch}
+run_command(training.main)
+""")
+        command = ["-c", str(tmp_path / "recipe.yaml"), f"output_dir={tmp_path}/{name}", *overrides]
+        return subprocess.Popen(
+            [sys.executable, str(script), *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return begin
+
+
+WAITS = """
+def waits(name, at, owner=training):
+    function, calls = getattr(owner, name), []
+    def waiting(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            print("HERE", flush=True)
+            time.sleep(1)
+            for _ in range(3000):
+                time.sleep(0.01)
+        return function(*args, **kwargs)
+    setattr(owner, name, waiting)
+"""
+
+
+def until(process: subprocess.Popen, text: str) -> None:
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text} never came")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patch", "sent", "code", "steps"),
+    [
+        ("waits('build_step', 1)", signal.SIGTERM, 143, None),
+        ("waits('at_anchors', 8, walk)", signal.SIGTERM, 143, 6),
+        ("slow_writer()", signal.SIGUSR1, 138, 5),
+        ("waits('export_run', 1)", signal.SIGINT, 130, 10),
+    ],
+    ids=["before the first step", "during an evaluation", "while a checkpoint is written", "during the export"],
+)
+def test_a_run_that_is_stopped_anywhere_saves_and_continues_bit_for_bit(
+    recipe, run_of_a_process, tmp_path, patch, sent, code, steps
+):
+    more = [
+        f"data.heldout=[{tmp_path}/rows6.jsonl]",
+        "train.eval_every_steps=3",
+        "train.log_every_steps=4",
+        "evaluate.client=off",
+    ]
+    patch = WAITS + SLOW_WRITER + patch
+    process = run_of_a_process(
+        "parts",
+        *more,
+        "train.checkpoint_every_steps=null" if steps == 6 else "train.checkpoint_every_steps=5",
+        patch=patch,
+    )
+    until(process, "HERE")
+    began = time.monotonic()
+    process.send_signal(sent)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == code, said
+    assert time.monotonic() - began < 10
+    folder = tmp_path / "parts"
+    if steps is None:
+        assert not (folder / "checkpoints").exists() and "stopped at" not in said
+    else:
+        newest = read_state(checkpoints(folder / "checkpoints")[-1])
+        assert newest.step >= steps and not list((folder / "checkpoints").glob(".*.partial"))
+        assert newest.pending == (["heldout"] if newest.step in (6, 9) else [])
+        assert (f"stopped at step {newest.step} of 10; the same command with train.resume=true goes on" in said) == (sent is not signal.SIGINT)  # fmt: skip
+    # The whole run logs, evaluates and saves at the same steps.
+    every = "train.checkpoint_every_steps=null" if steps == 6 else "train.checkpoint_every_steps=5"
+    training.train(recipe("whole", *more, every))
+    training.train(recipe("parts", *more, every, "train.resume=true"))
+    assert curve(folder) == curve(tmp_path / "whole")
+    assert all(same(a, b) for a, b in zip(state(tmp_path / "whole"), state(folder), strict=True))
+    one, other = (read_state(tmp_path / name / "checkpoints" / "best") for name in ("whole", "parts"))
+    assert one == other
+
+
+SLOW_WRITER = """
+import dflash_train.checkpoint as checkpointing
+from dflash_train import walk
+def slow_writer():
+    write = checkpointing.save_file
+    def slow(group, path, **more):
+        if "step-00000005" in str(path) and "model" in str(path):
+            print("HERE", flush=True)
+            time.sleep(2)
+        write(group, path, **more)
+    checkpointing.save_file = slow
+    step = training.train_step
+    def one(run, number):
+        time.sleep(0.5)  # so that the run is not over before the writer is
+        return step(run, number)
+    training.train_step = one
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(run_of_a_process, tmp_path):
+    process = run_of_a_process("run", patch=WAITS + "waits('train_step', 3)")
+    until(process, "HERE")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # a scheduler and torchrun, both: one request
+    until(process, "SIGTERM: stopping after this step; again to end at once")
+    time.sleep(2.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == -signal.SIGTERM
+    process.stdout.close()
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(recipe, run_of_a_process):
+    process = run_of_a_process("run", patch=WAITS + "waits('train_step', 3)")
+    until(process, "HERE")
+    for more in ([], ["train.resume=true"]):
+        with pytest.raises(ValueError, match="another run is writing there"):
+            training.train(recipe("run", *more))
+    process.kill()
+    process.communicate()
+    training.train(recipe("run", "train.resume=true"))
+
+
+# --- the disk ---
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(recipe, monkeypatch, capsys):
+    every = "train.checkpoint_every_steps=2"
+    training.train(recipe("whole", every))
+    usage, asked = shutil.disk_usage, []
+
+    def full(path):
+        asked.append(path)
+        return (
+            usage(path)._replace(free=10) if 3 <= len(asked) <= 4 else usage(path)
+        )  # the first is the look before training
+
+    monkeypatch.setattr(shutil, "disk_usage", full)
+    training.train(recipe("parts", every))
+    said = capsys.readouterr().err
+    assert said.count("CHECKPOINT SKIPPED") == 2 and "the last good one is step-00000002. Training goes on" in said
+    folder = Path(recipe("parts").output_dir)
+    assert {line.get("perf/checkpoints_skipped") for line in map(json.loads, (folder / "metrics.jsonl").open())} == {
+        None,
+        1,
+        2,
+    }
+    assert all(same(a, b) for a, b in zip(state(folder.parent / "whole"), state(folder), strict=True))
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error_that_says_how_to_go_on(recipe, monkeypatch):
+    usage, asked = shutil.disk_usage, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shutil,
+            "disk_usage",
+            lambda p: usage(p)._replace(free=10 if len(asked) > 1 else 10**9, used=asked.append(p)),
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"step-00000010 takes .* has room for 0.00 GiB; the last good one is step-00000005. Make room, then",
+        ):
+            training.train(recipe("run"))
+    training.train(recipe("run", "train.resume=true"))
+    training.train(recipe("whole"))
+    folder = Path(recipe("run").output_dir)
+    assert all(same(a, b) for a, b in zip(state(folder.parent / "whole"), state(folder), strict=True))
+
+
+def test_a_disk_that_holds_no_checkpoint_is_found_before_the_target_is_read(recipe, monkeypatch):
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=10))
+    monkeypatch.setattr(training, "build_step", lambda *a: pytest.fail("the target was read"))
+    with pytest.raises(ValueError, match="a checkpoint takes .* make room, or choose another output_dir"):
+        training.train(recipe("run"))
+    assert not Path(recipe("run").output_dir).exists()

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dflash_train"
 # From the bottom up. Parts of one layer do not know each other; the files of one part may.
 LAYERS = [
     {"types", "config", "ranks", "acceptance"},
-    {"metrics", "kernels", "optim"},
+    {"metrics", "kernels", "optim", "disk", "stop"},
     {"data", "target", "drafter", "objective"},
     {"engine", "checkpoint", "track"},
     {"method", "folder", "dashboard"},

@@ -283,7 +283,7 @@ t.regenerate(recipe, t.Stub(slow, capacity=1))
 """
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_process_that_is_killed_is_continued(target: Path, tmp_path: Path, sent: int, code: int) -> None:
     here = Path(__file__).resolve().parent
     script = SLOW.format(unit=str(here), tests=str(here.parent), target=str(target), folder=str(tmp_path))
