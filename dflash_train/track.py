@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from dflash_train.config.load import load_recipe, parse, parser, run_command
 from dflash_train.config.schema import Recipe, WandbMode
+from dflash_train.config.secrets import scrubbed
 
 METRICS = "metrics.jsonl"
 # What is attached to a W&B run as far as it is there.
@@ -305,48 +306,6 @@ def flat_numbers(value: Any, name: str) -> dict[str, float]:
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in flat_numbers(inner, f"{name}/{key}").items()}
     return {name: value} if isinstance(value, int | float) else {}
-
-
-# --- what must not be sent ----------------------------------------------------------------------------------------
-
-HIDDEN = "***"
-_SECRET = r"(?:token|api_?key|secret|password|passwd|authorization|credentials)"
-_SECRET_KEY = re.compile(rf"(?:.*[_\-.])?{_SECRET}s?", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD)")
-_TEXTS = (
-    (re.compile(rf"({_SECRET}['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)[^\s,'\"}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(bearer\s+)[^\s,'\"}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(://)[^/@\s]+@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"\b(?:hf_|sk-|wandb_v1_|ghp_|github_pat_)[\w-]{16,}"), HIDDEN),
-)
-
-
-def scrubbed(value: Any) -> Any:
-    """The same without secrets: texts under a key that names one, values of environment variables that hold one, users in URLs, and what
-    looks like a key. Numbers stay: `max_new_tokens` is no secret."""
-    held = sorted(
-        {v for k, v in os.environ.items() if _SECRET_VARIABLE.fullmatch(k) and len(v) >= 8}, key=len, reverse=True
-    )
-    return _scrubbed(value, held)
-
-
-def _scrubbed(value: Any, held: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: HIDDEN
-            if isinstance(inner, str) and inner and _SECRET_KEY.fullmatch(str(key))
-            else _scrubbed(inner, held)
-            for key, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_scrubbed(inner, held) for inner in value]
-    if not isinstance(value, str):
-        return value
-    for secret in held:
-        value = value.replace(secret, HIDDEN)
-    for pattern, replacement in _TEXTS:
-        value = pattern.sub(replacement, value)
-    return value
 
 
 # --- sending later ------------------------------------------------------------------------------------------------

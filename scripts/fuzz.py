@@ -101,7 +101,7 @@ def summary(text: str) -> str:
     lines = text.strip().splitlines()
     frames = [line.strip() for line in lines if line.strip().startswith("File ")]
     ours = [frame for frame in frames if frame.split('"')[1].startswith(PACKAGE)][-4:]
-    words = [line for line in lines if line and not line[0].isspace()][-3:]
+    words = [line for line in lines if line and not line[0].isspace() and not line.startswith("Traceback")][-3:]
     return "\n".join([*words, *(f"  {frame}" for frame in [*ours, *frames[-1:]])])
 
 
@@ -161,6 +161,7 @@ NAMES = (
     "id", "domain", "messages", "conversations", "role", "from", "value", "content", "parts", "tools", "functions", "tool_calls", "function_call", "arguments",
     "prompt", "response", "completion", "prompt_ids", "response_ids", "turn_ids", "generator", "finish_reason", "chat_template_kwargs", "system", "text",
     "images", "thinking", "reasoning_content", "name", "input", "instruction", "output", "weight", "path", "__class__", "", "a.b", "${x}", "step", "best",
+    "chat_template", "tokenize", "return_dict", "add_generation_prompt", "enable_thinking", "reasoning_effort", "truncation",
 )  # fmt: skip
 JSON = st.recursive(
     st.sampled_from(HOSTILE) | st.integers() | st.floats() | st.text(max_size=12),
@@ -209,10 +210,15 @@ def spoiled(draw: Any, value: Any) -> Any:
             with contextlib.suppress(LookupError, TypeError):
                 parent[key], parent[other] = parent[other], parent[key]
         elif what == "retype":
-            old = parent[key]
-            kinds = (lambda: str(old), lambda: [old], lambda: {"value": old}, lambda: json.dumps(old, default=str), lambda: float(old))
+            kinds = (
+                lambda old: str(old),
+                lambda old: [old],
+                lambda old: {"value": old},
+                lambda old: json.dumps(old, default=str),
+                lambda old: float(old),
+            )
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                parent[key] = draw(st.sampled_from(kinds))()
+                parent[key] = draw(st.sampled_from(kinds))(parent[key])
         else:
             parent[key] = draw(JSON)
     return value
@@ -269,6 +275,7 @@ ROWS: tuple[Any, ...] = (
     {"prompt": "Say hi", "response": "hi"},
     {"prompt": "Say hi"},
     {"question": "1 + 1?", "answer": "2"},
+    {"id": "k", "messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}", "documents": [{"text": "x"}], "effort": "high"}},
     {"instruction": "Add", "input": "1 and 2", "output": "3"},
     {"prompt": [HELLO[0]], "completion": [HELLO[1]]},
     {"id": "g", "prompt_ids": [3, 40, 41, 42], "response_ids": [50, 51, 52, 53], "finish_reason": "length"},
@@ -291,7 +298,11 @@ def row_files(draw: Any) -> tuple[str, bytes]:
     lines = [_encoded(row) for row in rows]
     if level == "text":
         lines[0] = draw(scratched(lines[0]))
-    kind = draw(st.sampled_from((".jsonl", ".jsonl", ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".csv", ".ndjson")))
+    kind = draw(
+        st.sampled_from(
+            (".jsonl", ".jsonl", ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".csv", ".ndjson")
+        )
+    )
     data = b"[" + b",\n".join(lines) + b"]" if kind == ".json" else b"\n".join(lines) + b"\n"
     if kind.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
@@ -373,7 +384,12 @@ def _train_rows(path: Path, out: Path) -> str | None:
 def _windows(path: Path, out: Path) -> str | None:
     from dflash_train.config.schema import LongDocuments
 
-    o = _outline(train=[{"path": str(path), "weight": 1.5, "domain": "d"}], max_dropped=1.0, long_documents=LongDocuments.window, max_length=8)
+    o = _outline(
+        train=[{"path": str(path), "weight": 1.5, "domain": "d"}],
+        max_dropped=1.0,
+        long_documents=LongDocuments.window,
+        max_length=8,
+    )
     return "skipped" if build.build_stream(o).examples.kept.dropped else None
 
 
@@ -398,7 +414,18 @@ def _split(path: Path, out: Path) -> str | None:
 
 def _inspect(path: Path, out: Path) -> str | None:
     page, certificate = out / "page.html", out / "certificate.json"
-    argv = ["--tokenizer", "embedded", "--data", str(path), "--html", str(page), "--certificate", str(certificate), "data.cache_dir=null", "data.max_dropped=1"]
+    argv = [
+        "--tokenizer",
+        "embedded",
+        "--data",
+        str(path),
+        "--html",
+        str(page),
+        "--certificate",
+        str(certificate),
+        "data.cache_dir=null",
+        "data.max_dropped=1",
+    ]
     inspect_command.main(argv)
     assert b"<script>alert(1)" not in page.read_bytes()
     read_certificate(certificate)
@@ -406,7 +433,9 @@ def _inspect(path: Path, out: Path) -> str | None:
 
 
 def _regenerate(path: Path, out: Path) -> str | None:
-    recipe = load_recipe(None, [*SMALL, f"regenerate.prompts={path}", f"regenerate.output={out}/answers.jsonl", "data.max_dropped=1"])
+    recipe = load_recipe(
+        None, [*SMALL, f"regenerate.prompts={path}", f"regenerate.output={out}/answers.jsonl", "data.max_dropped=1"]
+    )
     for _ in range(2):  # the second reads what the first wrote
         manifest = regenerate(recipe, Echo())
     read_conversations([out / "answers.jsonl"])
@@ -418,8 +447,13 @@ def _answers() -> tuple[bytes, bytes]:
     """(prompts, output) of a small regeneration that went well."""
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_bytes(b"".join(line_of({"id": f"p{i}", "messages": [{"role": "user", "content": f"{i} + 1?"}]}) for i in range(4)))
-        regenerate(load_recipe(None, [*SMALL, f"regenerate.prompts={prompts}", f"regenerate.output={folder}/answers.jsonl"]), Echo())
+        prompts.write_bytes(
+            b"".join(line_of({"id": f"p{i}", "messages": [{"role": "user", "content": f"{i} + 1?"}]}) for i in range(4))
+        )
+        regenerate(
+            load_recipe(None, [*SMALL, f"regenerate.prompts={prompts}", f"regenerate.output={folder}/answers.jsonl"]),
+            Echo(),
+        )
         return prompts.read_bytes(), (Path(folder) / "answers.jsonl").read_bytes()
 
 
@@ -500,7 +534,18 @@ YAML_TEXTS = (
     "hydra: {run: {dir: escaped}}\n", "output_dir: \"\\0\"\n", "- a\n", "a\n", "", "---\n---\n", "train: {max_steps: 0x10, seed: 1_000, num_anchors: 0o17}\n", "%YAML 9.9\n---\na: b\n",
     "train: {max_steps: 2001-01-01}\n", "train: {max_steps: !!binary aGk=}\n", "data: !!set {a, b}\n", "train: {<<: {seed: 1}, <<: {seed: 2}}\n", "train:\n\tseed: 1\n",
 )  # fmt: skip
-KNOBS = ("train.seed", "output_dir", "data.train", "drafter.block_size", "optimizer.lr", "target", "train", "provenance", "regenerate.mixture", "data.chat_template_kwargs")
+KNOBS = (
+    "train.seed",
+    "output_dir",
+    "data.train",
+    "drafter.block_size",
+    "optimizer.lr",
+    "target",
+    "train",
+    "provenance",
+    "regenerate.mixture",
+    "data.chat_template_kwargs",
+)
 OVERRIDES = st.builds(
     lambda sign, key, value: f"{sign}{key}={value}",
     st.sampled_from(("", "", "", "+", "++", "~", "-")),
@@ -522,12 +567,32 @@ def _load(path: Path, overrides: list[str]) -> str | None:
 
 def _train_main(path: Path, overrides: list[str]) -> str | None:
     """Up to the data, which is not there."""
-    train.main(["-c", str(path), *overrides, "target.path=embedded", "data.train=[nowhere.jsonl]", "data.certificate=null", "train.resume=false", f"output_dir={path.parent}/out"])
+    train.main(
+        [
+            "-c",
+            str(path),
+            *overrides,
+            "target.path=embedded",
+            "data.train=[nowhere.jsonl]",
+            "data.certificate=null",
+            "train.resume=false",
+            f"output_dir={path.parent}/out",
+        ]
+    )
     return None
 
 
 def _inspect_main(path: Path, overrides: list[str]) -> str | None:
-    inspect_command.main(["-c", str(path), *overrides, "target.path=embedded", "data.train=[nowhere.jsonl]", f"output_dir={path.parent}/out"])
+    inspect_command.main(
+        [
+            "-c",
+            str(path),
+            *overrides,
+            "target.path=embedded",
+            "data.train=[nowhere.jsonl]",
+            f"output_dir={path.parent}/out",
+        ]
+    )
     return None
 
 
@@ -570,7 +635,16 @@ def good_run() -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": f"What is {i} + 1?"}, {"role": "assistant", "content": f"It is {i + 1}."}]} for i in range(6)]
+    rows = [
+        {
+            "id": f"r{i}",
+            "messages": [
+                {"role": "user", "content": f"What is {i} + 1?"},
+                {"role": "assistant", "content": f"It is {i + 1}."},
+            ],
+        }
+        for i in range(6)
+    ]
     (folder / "rows.jsonl").write_bytes(b"".join(map(line_of, rows)))
     recipe = {
         "output_dir": str(folder / "run"), "data": {"train": [str(folder / "rows.jsonl")], "heldout": [str(folder / "rows.jsonl")]},
@@ -590,7 +664,12 @@ def tensors(draw: Any, data: bytes) -> bytes:
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
     what = draw(st.sampled_from(("length", "header", "text", "flip", "cut", "tensor", "tensor", "tensor")))
     if what == "length":
-        return draw(st.sampled_from((0, 1, 2**31, 2**63, 2**64 - 1, size - 1, size + 1, len(data) * 2))).to_bytes(8, "little") + data[8:]
+        return (
+            draw(st.sampled_from((0, 1, 2**31, 2**63, 2**64 - 1, size - 1, size + 1, len(data) * 2))).to_bytes(
+                8, "little"
+            )
+            + data[8:]
+        )
     if what in ("header", "text"):
         text = _encoded(draw(spoiled(header))) if what == "header" else draw(scratched(data[8 : 8 + size]))
         return len(text).to_bytes(8, "little") + text + body
@@ -608,13 +687,17 @@ def tensors(draw: Any, data: bytes) -> bytes:
         if how == "missing":
             del found[name]
         elif how == "extra":
-            found[draw(st.sampled_from(("lm_head.weight", "x", "", "../x", "_orig_mod.fc.weight", RTL)))] = torch.ones(2)
+            found[draw(st.sampled_from(("lm_head.weight", "x", "", "../x", "_orig_mod.fc.weight", RTL)))] = torch.ones(
+                2
+            )
         elif how == "nan" and found[name].is_floating_point():
             found[name].view(-1)[0] = float("nan")
         elif how == "shape":
             found[name] = found[name].reshape(-1)[:-1].clone()
         elif how == "dtype":
-            found[name] = found[name].to(draw(st.sampled_from((torch.int64, torch.float16, torch.float64, torch.uint8))))
+            found[name] = found[name].to(
+                draw(st.sampled_from((torch.int64, torch.float16, torch.float64, torch.uint8)))
+            )
         elif how == "rename":
             found[f"module.{name}"] = found.pop(name)
         elif how == "empty":
@@ -639,7 +722,9 @@ def spoiled_file(draw: Any, path: Path) -> bytes | None:
     if path.suffix in TEXTS and path.name != "tokenizer.json" and draw(st.integers(0, 3)):
         if path.suffix == ".yaml":
             try:
-                return yaml.safe_dump(draw(spoiled(yaml.safe_load(data))), allow_unicode=True).encode("utf-8", "surrogatepass")
+                return yaml.safe_dump(draw(spoiled(yaml.safe_load(data))), allow_unicode=True).encode(
+                    "utf-8", "surrogatepass"
+                )
             except (yaml.YAMLError, RecursionError):
                 return b"{"
         if path.suffix == ".json":
@@ -724,7 +809,11 @@ def folder_cases(draw: Any) -> tuple[str, Callable[[Path, Path], str | None]]:
     entry = draw(st.sampled_from(OFTEN))
     named = sorted(p.relative_to(good) for p in good.rglob("*") if p.is_file())
     newest = max(p.parts[1] for p in named if str(p).startswith(CHECKPOINT))
-    wanted = [p for p in named if str(p).startswith(FOLDER_ENTRIES[entry]) and (p.parts[0] != "checkpoints" or p.parts[1] in (newest, "best"))]
+    wanted = [
+        p
+        for p in named
+        if str(p).startswith(FOLDER_ENTRIES[entry]) and (p.parts[0] != "checkpoints" or p.parts[1] in (newest, "best"))
+    ]
     victim = draw(st.sampled_from(wanted))
     data = draw(spoiled_file(good / victim))
     odd = draw(st.sampled_from((None,) * 12 + ("folder", "loop", "dangling")))
@@ -765,7 +854,14 @@ def fuzz(kind: str, cases: int, *, seed_: int, deadline: float = 30.0, keep: Pat
     before = Path.cwd()
 
     @seed(seed_)
-    @settings(max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], print_blob=False)
+    @settings(
+        max_examples=cases,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+        print_blob=False,
+    )
     @given(CASES[kind]())
     def one(case: tuple[str, Callable[[Path, Path], str | None]]) -> None:
         entry, act = case
@@ -775,7 +871,10 @@ def fuzz(kind: str, cases: int, *, seed_: int, deadline: float = 30.0, keep: Pat
         os.chdir(out)
         started = time.monotonic()
         outcome, text = judge(lambda: act(given_, out), deadline)
-        strangers = {p.name for p in home.iterdir()} - {"case"} | {p.name for p in (home / "case").iterdir()} - {"in", "out"}
+        strangers = {p.name for p in home.iterdir()} - {"case"} | {p.name for p in (home / "case").iterdir()} - {
+            "in",
+            "out",
+        }
         if strangers:
             outcome, text = "fault", f"{text}\nescaped: {', '.join(sorted(strangers))}"
         new = outcome == "fault" and len(tally.faults)
@@ -798,7 +897,9 @@ def fuzz(kind: str, cases: int, *, seed_: int, deadline: float = 30.0, keep: Pat
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="scripts/fuzz.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="scripts/fuzz.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--cases", type=int, default=10_000, help="in all [%(default)s]")
     p.add_argument("--seed", type=int, default=0, help="of the first batch; printed with every batch [%(default)s]")
     p.add_argument("--kind", choices=KINDS, action="append", help="only this kind")
@@ -817,18 +918,25 @@ def main(argv: list[str]) -> int:
         wanted, number = round(args.cases * SHARES[kind] / whole), args.seed
         while total.cases < wanted:
             started = time.monotonic()
-            found = fuzz(kind, min(args.batch, wanted - total.cases), seed_=number, deadline=args.deadline, keep=args.keep)
+            found = fuzz(
+                kind, min(args.batch, wanted - total.cases), seed_=number, deadline=args.deadline, keep=args.keep
+            )
             total.cases += found.cases
             total.outcomes += found.outcomes
             total.entries += found.entries
             total.faults |= {k: v for k, v in found.faults.items() if k not in total.faults}
             total.slowest = max(total.slowest, found.slowest)
-            print(f"{kind} seed {number}: {found.cases} cases, {dict(found.outcomes)}, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{kind} seed {number}: {found.cases} cases, {dict(found.outcomes)}, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
             number += 1
     print(f"\n{'':<10}{'cases':>8}{'errors':>8}{'skipped':>9}{'accepted':>10}{'faults':>8}{'slowest':>9}")
     for kind, t in totals.items():
         o = t.outcomes
-        print(f"{kind:<10}{t.cases:>8}{o['error']:>8}{o['skipped']:>9}{o['accepted']:>10}{o['fault']:>8}{t.slowest:>7.1f} s")
+        print(
+            f"{kind:<10}{t.cases:>8}{o['error']:>8}{o['skipped']:>9}{o['accepted']:>10}{o['fault']:>8}{t.slowest:>7.1f} s"
+        )
         print(f"  through {', '.join(f'{name} {n}' for name, n in t.entries.most_common())}")
     faults = [text for t in totals.values() for text in t.faults.values()]
     for text in faults:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import types
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 # Characters that command a terminal, or turn the direction of writing.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+# What transformers' apply_chat_template takes itself: among the arguments of a template these would replace the template, or what is
+# asked of it.
+RESERVED = frozenset((
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "processor_kwargs",
+))  # fmt: skip
 
 
 def printable(text: str) -> str:
@@ -31,6 +40,22 @@ def check_keys(entry: Iterable[Any], known: Sequence[str], where: str) -> None:
             raise ValueError(
                 f"{where}: unknown key {str(key)!r}{nearest(str(key), known) or '; known: ' + ', '.join(known)}"
             )
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from YAML or JSON is of a type as annotations write it. A whole number is a float, a truth is no number."""
+    if kind is Any:
+        return True
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def finite(value: Any) -> float | None:

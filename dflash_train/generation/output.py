@@ -71,17 +71,32 @@ def rows_of(output: Path, description: dict[str, Any]) -> Iterator[tuple[int, by
                 return
             try:
                 row = json.loads(line)
-                generator = row["generator"]
-                if not isinstance(row["id"], str) or not isinstance(generator, dict):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{output}:{number} was not written by regeneration; name another regenerate.output"
-                ) from None
+            except (ValueError, RecursionError):
+                row = None
+            if not _is_row(row):
+                raise ValueError(f"{output}:{number} was not written by regeneration; name another regenerate.output")
+            generator = row["generator"]
             if generator.get("recipe_hash") != description["recipe_hash"]:
                 raise ValueError(_another_generator(f"{output}:{number}", generator, output, description))
             yield offset, line, row
             offset += len(line)
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a value has what `finished_row` writes and is read here."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("id", "domain", "finish_reason")):
+        return False
+    generator, messages, turns = row.get("generator"), row.get("messages"), row.get("turn_ids", [])
+    counted = [turn.get("response_ids") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    counted += [row["response_ids"]] if "response_ids" in row else []
+    return (
+        isinstance(generator, dict)
+        and isinstance(generator.get("mixture", ""), str | list)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+        and all(isinstance(ids, list) for ids in counted)
+        and (bool(counted) or isinstance(row.get("response_tokens"), int))
+    )
 
 
 def answers_prompt(row: dict[str, Any], conversation: Conversation) -> bool:
