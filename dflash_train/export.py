@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 import dflash_train
 from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
 from dflash_train.config.load import parse, parser, run_command
+from dflash_train.config.values import fits
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
 from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
@@ -135,7 +136,10 @@ def check_output(output: Path) -> None:
         raise ValueError(
             f"export.output = {output}: not empty and not an earlier export (it has no {RECORD}); name another folder"
         )
-    ours = set(read_json(output / RECORD).get("files", found))
+    files = read_json(output / RECORD).get("files", sorted(found))
+    if not fits(files, list[str]):
+        raise ValueError(f"export.output = {output}: {RECORD} there does not list its files; name another folder")
+    ours = set(files)
     if found - ours:
         names = ", ".join(sorted(found - ours)[:3])
         raise ValueError(

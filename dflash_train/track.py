@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from dflash_train.config.load import load_recipe, parse, parser, run_command
 from dflash_train.config.schema import Recipe, WandbMode
 from dflash_train.config.secrets import scrubbed
+from dflash_train.config.values import parse_json
 
 METRICS = "metrics.jsonl"
 # What is attached to a W&B run as far as it is there.
@@ -97,7 +98,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     rows, broken = [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):

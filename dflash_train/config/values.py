@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import math
 import re
 import types
@@ -42,6 +44,14 @@ def check_keys(entry: Iterable[Any], known: Sequence[str], where: str) -> None:
             )
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` that says of everything it cannot read that it is a ValueError, of what is nested without end too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value read from YAML or JSON is of a type as annotations write it. A whole number is a float, a truth is no number."""
     if kind is Any:
@@ -76,6 +86,14 @@ def finite(value: Any) -> float | None:
 def without_login(url: str) -> str:
     """An address, or what should be one, without user and password: fit for a log."""
     return re.sub(r"^([\w+.-]*:/+)?.*@", r"\1", url, flags=re.DOTALL)
+
+
+@functools.cache
+def trusted(path: str, trust_remote_code: bool) -> bool:
+    """The same truth, said aloud once where code of a target may run here: in its config, its tokenizer or its model."""
+    if trust_remote_code:
+        print(f"target.trust_remote_code: running Python code that comes with {path}", flush=True)
+    return trust_remote_code
 
 
 def is_address(url: Any) -> bool:

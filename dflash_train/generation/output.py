@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_train.config.values import parse_json
 from dflash_train.types import Conversation
 
 
@@ -70,8 +71,8 @@ def rows_of(output: Path, description: dict[str, Any]) -> Iterator[tuple[int, by
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parse_json(line)
+            except ValueError:
                 row = None
             if not _is_row(row):
                 raise ValueError(f"{output}:{number} was not written by regeneration; name another regenerate.output")
@@ -133,8 +134,9 @@ def read_done(output: Path, description: dict[str, Any], conversations: Iterable
 
 def _another_generator(place: str, found: dict[str, Any], output: Path, description: dict[str, Any]) -> str:
     try:
-        whole = json.loads(manifest_path(output).read_text(encoding="utf-8"))["generator"]
-    except (OSError, ValueError, KeyError):
+        whole = parse_json(manifest_path(output).read_text(encoding="utf-8"))["generator"]
+        whole = whole if isinstance(whole, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
         whole = {}
     if whole.get("recipe_hash") == found.get("recipe_hash"):
         found = whole  # with the whole mixture, where the row only has the setting that it drew

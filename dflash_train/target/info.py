@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_train.config.values import trusted
 from dflash_train.types import TargetInfo
 
 
@@ -12,7 +13,7 @@ def read_config(path: str, revision: str | None = None, trust_remote_code: bool 
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted(path, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"target.path = {path}: no usable config.json ({str(error).splitlines()[0]}); give a local folder or a Hub id, with target.revision if needed"
