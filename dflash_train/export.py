@@ -214,7 +214,12 @@ def _write_tokenizer(folder: Path, source: str | Path | None, revision: str | No
     else:
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
+        try:
+            AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
+        except (OSError, ValueError) as error:  # the target's folder or the network is gone since training began
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"export: without tokenizer files, which engines take from the target ({reason})", flush=True)
+            return []
     return sorted(n for n in TOKENIZER_FILES if (folder / n).is_file())
 
 

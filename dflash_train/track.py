@@ -7,6 +7,7 @@ from the record when the run is continued, or by `python -m dflash_train.track R
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from dflash_train.config.load import load_recipe, parse, parser, run_command
 from dflash_train.config.schema import Recipe, WandbMode
-from dflash_train.config.secrets import scrubbed
+from dflash_train.config.secrets import scrubbed, without_keys
 from dflash_train.config.values import parse_json
 
 METRICS = "metrics.jsonl"
@@ -52,11 +53,16 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Appends one JSON object per line to <output_dir>/metrics.jsonl, and gives the same to the sinks."""
+    """Appends one JSON object per line to <output_dir>/metrics.jsonl, and gives the same to the sinks.
+
+    A line that the disk does not take costs one warning; it is kept and written with the next that goes through.
+    """
 
     def __init__(self, recipe: Recipe, *, resumed_at: int | None):
         self.path = Path(recipe.output_dir) / METRICS
         self._sinks: list[Sink] = []
+        self._unwritten: list[str] = []
+        self._warned = False
         rows = self._drop_after(resumed_at or 0)
         if not resumed_at:  # begun anew in the folder of a run that never got to a checkpoint: it is another run
             for note in (WANDB_ID, WANDB_SENT):
@@ -76,9 +82,30 @@ class Tracker:
         return rows
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        self._unwritten.append(json.dumps({"step": step, **values}) + "\n")
+        self._write()
         self._give(step, values)
+
+    def _write(self) -> None:
+        text = "".join(self._unwritten).encode()
+        try:
+            whole = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("ab", buffering=0) as file:
+                    if file.write(text) < len(text):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                if self.path.exists():
+                    os.truncate(self.path, whole)  # no half line, which a later whole one would be joined to
+                raise
+        except OSError as error:
+            if not self._warned:
+                _warn(
+                    f"{self.path} cannot be written ({error.strerror}): its lines are kept and written when it can; training goes on"
+                )
+            self._warned = True
+            return
+        self._unwritten, self._warned = [], False
 
     def _give(self, step: int, values: dict[str, Any]) -> None:
         for sink in list(self._sinks):
@@ -88,6 +115,10 @@ class Tracker:
     def finish(self, *, failed: bool = False) -> None:
         """Close the sinks; they attach what lies in the run's folder now. failed: the run did not come to its end."""
         atexit.unregister(self.finish)
+        if self._unwritten:
+            self._write()
+        if self._unwritten:
+            _warn(f"{len(self._unwritten)} lines of {self.path} are lost: it could not be written to the end")
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             _guarded(sink.name, lambda sink=sink: sink.close(failed=failed))
@@ -120,12 +151,12 @@ def _guarded(name: str, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except (Exception, SystemExit) as error:
-        print(
-            f"track: {name} failed and is left out from here on, {METRICS} goes on ({type(error).__name__}: {error})",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(f"{name} failed and is left out from here on, {METRICS} goes on ({type(error).__name__}: {error})")
         return None
+
+
+def _warn(text: str) -> None:
+    print(f"track: {without_keys(text)}", file=sys.stderr, flush=True)
 
 
 # --- TensorBoard --------------------------------------------------------------------------------------------------

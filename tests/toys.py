@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -409,6 +410,17 @@ def script(name: str, folder: str = "data_prep"):
     sys.modules[spec.name] = module  # a dataclass looks its module up
     spec.loader.exec_module(module)
     return module
+
+
+def tokenising_processes() -> list[int]:
+    """Ids of the processes of `data.workers` that this one started, in whichever of its threads."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"data.workers" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 class Called(NamedTuple):

@@ -7,9 +7,11 @@ A recipe is composed by Hydra (its `defaults:` list may name groups in `configs/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import errno
+import faulthandler
 import math
 import os
 import re
@@ -389,6 +391,8 @@ class CheckFailed(Exception):
 
 def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
     """Run a command's main: a user's mistake is one line on stderr and exit code 2, a failed check 1, Ctrl-C one word and 130; no traceback."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # where stderr is no file
+        faulthandler.enable()  # a mapped file that is cut off under a run is a bus error: it says where
     try:
         code = main(sys.argv[1:])
     except CheckFailed as error:
