@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dflash_train.config.values import fits
 from dflash_train.drafter.spec import DrafterSpec
 
 _DONE = "complete"
@@ -103,6 +104,8 @@ def read_state(checkpoint: Path) -> TrainState:
 
 def _state_of(saved: dict[str, Any]) -> TrainState:
     best = saved.pop("best", None)  # checkpoints of earlier versions have none
+    if not fits(saved.get("step"), int) or not fits(saved.get("identity"), dict[str, Any]):
+        raise ValueError("step is no whole number, or identity no object")
     return TrainState(**saved, best=None if best is None else Best(**best))
 
 
