@@ -252,7 +252,8 @@ class _Zstd(io.RawIOBase):
         import zstandard
 
         self._file, self._new = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._rest, self._ready, self._error = self._new(), b"", b"", zstandard.ZstdError
+        self._frame, self._rest, self._error = self._new(), b"", zstandard.ZstdError
+        self._ready = memoryview(b"")  # cut off piece by piece without being copied
         self._begun = False
 
     def readable(self) -> bool:
@@ -265,7 +266,7 @@ class _Zstd(io.RawIOBase):
                 if self._begun:
                     raise self._error("it ends in the middle of a frame")
                 return 0
-            self._ready, self._begun, self._rest = self._frame.decompress(data), True, b""
+            self._ready, self._begun, self._rest = memoryview(self._frame.decompress(data)), True, b""
             if self._frame.eof:
                 self._rest, self._frame, self._begun = self._frame.unused_data, self._new(), False
         count = min(len(buffer), len(self._ready))
