@@ -78,7 +78,9 @@ def read_headers(folder: Path) -> dict[str, Header]:
             raise ValueError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
         index = read_json(folder / INDEX).get("weight_map", {})
         # Names of files beside the index: a path would lead out of the folder.
-        if not isinstance(index, dict) or not all(isinstance(f, str) and f == Path(f).name for f in index.values()):
+        if not isinstance(index, dict) or not all(
+            isinstance(f, str) and f and f == Path(f).name for f in index.values()
+        ):
             raise ValueError(f"{folder / INDEX}: weight_map must name a file of this folder for each tensor")
         files = sorted(set(index.values()))
     headers: dict[str, Header] = {}

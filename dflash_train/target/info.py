@@ -15,6 +15,10 @@ def read_config(path: str, revision: str | None = None, trust_remote_code: bool 
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted(path, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"target.path = {path}: needs Python code that comes with it; read that code, then set target.trust_remote_code=true if you trust it"
+            ) from None
         raise ValueError(
             f"target.path = {path}: no usable config.json ({str(error).splitlines()[0]}); give a local folder or a Hub id, with target.revision if needed"
         ) from error
