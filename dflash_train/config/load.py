@@ -147,6 +147,8 @@ def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     chosen, values = [], []
     for text, override in zip(overrides, parsed, strict=True):
         key = override.key_or_group
+        if not key:
+            raise ValueError(f"command line: {text!r} names no knob; write key=value")
         value = override.value()
         is_choice = key in groups and isinstance(value, str)
         if is_choice:

@@ -531,3 +531,9 @@ def test_recipes_that_are_none_are_named(tmp_path, text):
     with pytest.raises(ValueError) as raised:
         load_recipe(str(tmp_path / "r.yaml"))
     assert str(tmp_path / "r.yaml") in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["=x", "+=x", "++=x", "~=x", "=", "@=x"])
+def test_an_override_without_a_name_is_named(text):
+    with pytest.raises(ValueError, match="command line"):
+        load_recipe("debug_cpu", [text])
