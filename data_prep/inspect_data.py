@@ -10,7 +10,6 @@ Exit code 2, after the report: training would refuse the data.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from omegaconf import MISSING
 from dflash_train.assets import resolve
 from dflash_train.config.load import load_recipe, parse, parser, require, run_command
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import parse_json
 from dflash_train.data.certificate import CERTIFICATE, differences, read_certificate, write_certificate
 from dflash_train.data.inspection import Inspection, chosen, look, write_report
 from dflash_train.data.inspection_page import inspection_page
@@ -66,8 +66,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def _object(text: str) -> dict:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise ValueError(
             f"--kwargs {text}: is no JSON ({error}); write it as '{{\"enable_thinking\": true}}'"
         ) from None

@@ -136,6 +136,18 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
     return prompts
 
 
+def tell_shared_prompts(examples: Corpus, prompts: list[Prompt]) -> None:
+    """Say how many held-out prompts are trained on: documents that begin with the same token ids and go on with an answer."""
+    asked = {np.array(p.token_ids, "<i4").tobytes(): p.id for p in reversed(prompts)}
+    shared = {asked[prompt] for prompt in examples.prompts() if prompt in asked} if asked else set()
+    if shared:
+        first = next(p.id for p in prompts if p.id in shared)
+        say(
+            f"WARNING: {len(shared)} of {len(asked)} held-out prompts are in data.train too (first: {first}): held-out figures will be too good; "
+            "data_prep/clean.py --against takes them out"
+        )
+
+
 def mode_tags(chat_template_kwargs: dict[str, Any]) -> dict[str, str]:
     """Thinking and effort, as far as the template's arguments say."""
     tags = {}

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import xxhash
@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_train import disk
+from dflash_train.config.values import fits, parse_json
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.types import Saved
 
@@ -219,7 +220,15 @@ def _mark(checkpoint: Path) -> dict[str, dict[str, Any]]:
             raise TypeError("its entries are not sizes and checksums")
     except FileNotFoundError:
         raise Damaged(f"{path}: missing, so the checkpoint was never finished") from None
-    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+    ) as error:
         raise Damaged(f"{path}: damaged ({str(error).splitlines()[0]})") from error
     return files
 
@@ -235,13 +244,16 @@ def _checksum(path: Path) -> str:
 def read_state(checkpoint: Path) -> TrainState:
     """The verified state. Raises Damaged."""
     verify(checkpoint, STATE)
-    return _readable(checkpoint / STATE, lambda path: _state_of(json.loads(path.read_text())))
+    return _readable(checkpoint / STATE, lambda path: _state_of(parse_json(path.read_text())))
 
 
 def _state_of(saved: dict[str, Any]) -> TrainState:
     if new := sorted(set(saved) - {f.name for f in fields(TrainState)}):
         raise ValueError(f"it has {', '.join(new)}, which this version does not know")
+    kinds = get_type_hints(TrainState)
     best = saved.pop("best", None)
+    if wrong := [name for name, value in saved.items() if not fits(value, kinds[name])]:
+        raise ValueError(f"its {wrong[0]} is of another type")
     return TrainState(**saved, best=None if best is None else Best(**best))
 
 

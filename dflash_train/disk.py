@@ -27,6 +27,19 @@ def replace(path: Path, parts: Iterable[bytes]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def append(path: Path, text: bytes) -> None:
+    """Append all of it. Raises OSError, with nothing appended, where the disk does not take it."""
+    whole = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab", buffering=0) as file:
+            if file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        if path.exists():
+            os.truncate(path, whole)  # no half line, which a later whole one would be joined to
+        raise
+
+
 def flush(path: Path) -> None:
     """Have a file, or the names in a folder, reach the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -23,6 +23,7 @@ import dflash_train
 from dflash_train import disk
 from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
 from dflash_train.config.load import parse, parser, run_command
+from dflash_train.config.values import fits
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
 from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
@@ -138,7 +139,10 @@ def check_output(output: Path) -> None:
         raise ValueError(
             f"export.output = {output}: not empty and not an earlier export (it has no {RECORD}); name another folder"
         )
-    ours = set(read_json(output / RECORD).get("files", found))
+    files = read_json(output / RECORD).get("files", sorted(found))
+    if not fits(files, list[str]):
+        raise ValueError(f"export.output = {output}: {RECORD} there does not list its files; name another folder")
+    ours = set(files)
     if found - ours:
         names = ", ".join(sorted(found - ours)[:3])
         raise ValueError(
@@ -213,7 +217,12 @@ def _write_tokenizer(folder: Path, source: str | Path | None, revision: str | No
     else:
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
+        try:
+            AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
+        except (OSError, ValueError) as error:  # the target's folder or the network is gone since training began
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"export: without tokenizer files, which engines take from the target ({reason})", flush=True)
+            return []
     return sorted(n for n in TOKENIZER_FILES if (folder / n).is_file())
 
 

@@ -48,9 +48,13 @@ def skipped_line(record: dict[str, Any]) -> str:
 
 def note_skips(folder: Path, skips: list[Skip], stream: RowStream) -> None:
     """Say which steps were skipped, and append them to folder/skipped.jsonl."""
+    if not skips:
+        return
     records = [skipped_rows(skip, stream, ranks.world_size()) for skip in skips]
-    with (folder / SKIPPED).open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    try:
+        disk.append(folder / SKIPPED, "".join(json.dumps(record) + "\n" for record in records).encode())
+    except OSError as error:
+        print(f"{folder / SKIPPED} cannot be written ({error.strerror}); training goes on", file=sys.stderr, flush=True)
     for record in records:
         tqdm.write(skipped_line(record), file=sys.stderr)
 

@@ -6,7 +6,6 @@ difference from `tensor_shapes` is an error.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dflash_train.assets import public_name as public_name
+from dflash_train.config.values import parse_json
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 
 RECORD, WEIGHTS, INDEX = "dflash_train.json", "model.safetensors", "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -77,6 +77,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
         if not (folder / INDEX).is_file():
             raise ValueError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
         index = read_json(folder / INDEX).get("weight_map", {})
+        # Names of files beside the index: a path would lead out of the folder.
+        if not isinstance(index, dict) or not all(
+            isinstance(f, str) and f and f == Path(f).name for f in index.values()
+        ):
+            raise ValueError(f"{folder / INDEX}: weight_map must name a file of this folder for each tensor")
         files = sorted(set(index.values()))
     headers: dict[str, Header] = {}
     for file in files:

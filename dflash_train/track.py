@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from dflash_train import disk
 from dflash_train.config.load import load_recipe, parse, parser, run_command
 from dflash_train.config.schema import Recipe, WandbMode
+from dflash_train.config.secrets import scrubbed, without_keys
+from dflash_train.config.values import parse_json
 
 METRICS = "metrics.jsonl"
 # What is attached to a W&B run as far as it is there.
@@ -51,11 +53,16 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Appends one JSON object per line to <output_dir>/metrics.jsonl, and gives the same to the sinks."""
+    """Appends one JSON object per line to <output_dir>/metrics.jsonl, and gives the same to the sinks.
+
+    A line that the disk does not take costs one warning; it is kept and written with the next that goes through.
+    """
 
     def __init__(self, recipe: Recipe, *, resumed_at: int | None):
         self.path = Path(recipe.output_dir) / METRICS
         self._sinks: list[Sink] = []
+        self._unwritten: list[str] = []
+        self._warned = False
         rows = self._drop_after(resumed_at or 0)
         if not resumed_at:  # begun anew in the folder of a run that never got to a checkpoint: it is another run
             for note in (WANDB_ID, WANDB_SENT):
@@ -76,9 +83,22 @@ class Tracker:
         return rows
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        self._unwritten.append(json.dumps({"step": step, **values}) + "\n")
+        self._write()
         self._give(step, values)
+
+    def _write(self) -> None:
+        text = "".join(self._unwritten).encode()
+        try:
+            disk.append(self.path, text)
+        except OSError as error:
+            if not self._warned:
+                _warn(
+                    f"{self.path} cannot be written ({error.strerror}): its lines are kept and written when it can; training goes on"
+                )
+            self._warned = True
+            return
+        self._unwritten, self._warned = [], False
 
     def _give(self, step: int, values: dict[str, Any]) -> None:
         for sink in list(self._sinks):
@@ -88,6 +108,10 @@ class Tracker:
     def finish(self, *, failed: bool = False) -> None:
         """Close the sinks; they attach what lies in the run's folder now. failed: the run did not come to its end."""
         atexit.unregister(self.finish)
+        if self._unwritten:
+            self._write()
+        if self._unwritten:
+            _warn(f"{len(self._unwritten)} lines of {self.path} are lost: it could not be written to the end")
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             _guarded(sink.name, lambda sink=sink: sink.close(failed=failed))
@@ -102,7 +126,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     rows, broken = [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -124,12 +148,12 @@ def _guarded(name: str, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except (Exception, SystemExit) as error:
-        print(
-            f"track: {name} failed and is left out from here on, {METRICS} goes on ({type(error).__name__}: {error})",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(f"{name} failed and is left out from here on, {METRICS} goes on ({type(error).__name__}: {error})")
         return None
+
+
+def _warn(text: str) -> None:
+    print(f"track: {without_keys(text)}", file=sys.stderr, flush=True)
 
 
 # --- TensorBoard --------------------------------------------------------------------------------------------------
@@ -311,48 +335,6 @@ def flat_numbers(value: Any, name: str) -> dict[str, float]:
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in flat_numbers(inner, f"{name}/{key}").items()}
     return {name: value} if isinstance(value, int | float) else {}
-
-
-# --- what must not be sent ----------------------------------------------------------------------------------------
-
-HIDDEN = "***"
-_SECRET = r"(?:token|api_?key|secret|password|passwd|authorization|credentials)"
-_SECRET_KEY = re.compile(rf"(?:.*[_\-.])?{_SECRET}s?", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD)")
-_TEXTS = (
-    (re.compile(rf"({_SECRET}['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)[^\s,'\"}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(bearer\s+)[^\s,'\"}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(://)[^/@\s]+@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"\b(?:hf_|sk-|wandb_v1_|ghp_|github_pat_)[\w-]{16,}"), HIDDEN),
-)
-
-
-def scrubbed(value: Any) -> Any:
-    """The same without secrets: texts under a key that names one, values of environment variables that hold one, users in URLs, and what
-    looks like a key. Numbers stay: `max_new_tokens` is no secret."""
-    held = sorted(
-        {v for k, v in os.environ.items() if _SECRET_VARIABLE.fullmatch(k) and len(v) >= 8}, key=len, reverse=True
-    )
-    return _scrubbed(value, held)
-
-
-def _scrubbed(value: Any, held: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: HIDDEN
-            if isinstance(inner, str) and inner and _SECRET_KEY.fullmatch(str(key))
-            else _scrubbed(inner, held)
-            for key, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_scrubbed(inner, held) for inner in value]
-    if not isinstance(value, str):
-        return value
-    for secret in held:
-        value = value.replace(secret, HIDDEN)
-    for pattern, replacement in _TEXTS:
-        value = pattern.sub(replacement, value)
-    return value
 
 
 # --- sending later ------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from dflash_train.build import (
     run_settings,
     say,
     stop_ids,
+    tell_shared_prompts,
 )
 from dflash_train.checkpoint import (
     BEST,
@@ -190,6 +191,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
     heldout = heldout_examples(o) if recipe.data.heldout else []
     prompts = heldout_prompts(o) if recipe.data.heldout else []
     check_heldout(recipe, heldout, prompts, o.spec.selector_top_k)
+    tell_shared_prompts(stream.examples, prompts)
     total = recipe.train.max_steps or stream.steps_of(recipe.train.num_epochs)
     if not total:
         raise ValueError(

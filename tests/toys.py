@@ -486,6 +486,17 @@ def script(name: str, folder: str = "data_prep"):
     return module
 
 
+def tokenising_processes() -> list[int]:
+    """Ids of the processes of `data.workers` that this one started, in whichever of its threads."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"data.workers" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
 class Called(NamedTuple):
     """Exit code, stdout and stderr of a command, as a shell sees them."""
 

@@ -6,6 +6,8 @@ import os
 from html import escape
 from pathlib import Path
 
+from dflash_train.config.values import printable
+
 ASSETS = Path(__file__).parent
 EMBEDDED = {"target": "tiny_target", "prompts": "demo/prompts.jsonl", "heldout": "demo/heldout.jsonl"}
 
@@ -38,19 +40,20 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def html_page(title: str, body: str, *, styles: tuple[str, ...], script: str, attributes: str = "") -> str:
-    """A self-contained page around `body` (escaped already); styles and script: files of this folder."""
+    """A self-contained page around `body` (escaped already); styles and script: files of this folder. Marks that turn the direction of
+    writing are shown as their numbers: a page must not read otherwise than its text is."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">
-<title>{escape(title)}</title>
+<title>{printable(escape(title))}</title>
 <style>
 {"".join(_text(name) for name in styles)}</style>
 </head>
 <body{attributes}>
-{body}
+{printable(body)}
 <script>
 {_text(script)}</script>
 </body>

@@ -7,9 +7,11 @@ A recipe is composed by Hydra (its `defaults:` list may name groups in `configs/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import errno
+import faulthandler
 import math
 import os
 import re
@@ -28,8 +30,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_train.config.schema import Recipe
+from dflash_train.config.secrets import is_secret_variable, scrubbed, without_keys
 from dflash_train.config.validate import validate
-from dflash_train.config.values import nearest, printable
+from dflash_train.config.values import fits, nearest, printable
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -144,6 +147,8 @@ def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     chosen, values = [], []
     for text, override in zip(overrides, parsed, strict=True):
         key = override.key_or_group
+        if not key:
+            raise ValueError(f"command line: {text!r} names no knob; write key=value")
         value = override.value()
         is_choice = key in groups and isinstance(value, str)
         if is_choice:
@@ -189,34 +194,58 @@ def load_recipe(name: str | None, overrides: list[str] | None = None) -> Recipe:
     path = None if name is None else find_recipe(name)
     where = "command line" if path is None else str(path)
     chosen, values = _split_overrides(overrides or [])
-    in_defaults = set() if path is None else _groups_in_defaults(path)
-    chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
+    try:
+        in_defaults = set() if path is None else _groups_in_defaults(path)
+        chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
+        return _seal(_compose(path, [*chosen, *values], where), where)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}: {_explain(error)}") from error
+    except RecursionError:
+        raise ValueError(
+            f"{where}: nested too deeply, or something in it contains itself (an anchor, a reference, defaults); write it out"
+        ) from None
+
+
+def _compose(path: Path | None, overrides: list[str], where: str) -> DictConfig:
+    """What Hydra makes of a recipe, references not yet followed."""
+    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(path.parent if path else _shipped("configs")), version_base="1.3"):
             # A recipe in any folder may build on a shipped one (`defaults: [demo, _self_]`).
             places = ",".join(_quoted(f"file://{_shipped(folder)}") for folder in ("configs", "recipes"))
-            composed = compose(path.stem if path else None, [f"hydra.searchpath=[{places}]", *chosen, *values])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            return compose(path.stem if path else None, [f"hydra.searchpath=[{places}]", *overrides])
+    # ValueError: what Hydra says of a defaults list; the others are what its parsers say.
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where}: {str(error).strip()}") from error
-    return _seal(composed, where)
+
+
+def _variable(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}`: a recipe is written to config.yaml with its references followed, so a secret cannot come by this way."""
+    if is_secret_variable(name):
+        raise ValueError(
+            f"${{oc.env:{name}}} would be written to config.yaml; leave secrets in the environment (regenerate.api_key_env names a variable)"
+        )
+    if name not in os.environ and not default:
+        raise ValueError(
+            f"${{oc.env:{name}}}: the environment has no such variable; set it, or give a default after a comma"
+        )
+    return os.environ.get(name, *default)
 
 
 def _seal(composed: DictConfig, where: str) -> Recipe:
     _check_keys(composed, Recipe, where)
     _check_kinds(composed, where)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), _floats(composed))
-        OmegaConf.resolve(merged)
-        recipe = _to_dataclass(merged, Recipe)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{where}: {_explain(error)}") from error
+    merged = OmegaConf.merge(OmegaConf.structured(Recipe), _floats(composed))
+    OmegaConf.resolve(merged)
+    recipe = _to_dataclass(merged, Recipe)
     for name, _, kind in knobs():
-        value = (
-            OmegaConf.select(merged, name, throw_on_missing=False) if float in (kind, *typing.get_args(kind)) else None
-        )
+        value = OmegaConf.select(merged, name, throw_on_missing=False)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{where}: {name} = {value}: must be a finite number")
+        # OmegaConf does not look into a list that may be null.
+        if OmegaConf.is_list(value) and not fits(OmegaConf.to_container(value), kind):
+            raise ValueError(f"{where}: {name} = {value}: an item has another type (expected {type_name(kind)})")
     validate(recipe, where)
     return recipe
 
@@ -292,9 +321,8 @@ def require(recipe: Recipe, *names: str) -> None:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `-c` accepts again."""
-    node = OmegaConf.structured(recipe)
-    return OmegaConf.to_yaml(node)
+    """The resolved recipe as YAML that `-c` accepts again, without secrets: it is kept with a run, and shared."""
+    return OmegaConf.to_yaml(scrubbed(OmegaConf.to_container(OmegaConf.structured(recipe), enum_to_str=True)))
 
 
 def help_text() -> str:
@@ -365,15 +393,17 @@ class CheckFailed(Exception):
 
 def run_command(main: typing.Callable[[list[str]], int | None]) -> None:
     """Run a command's main: a user's mistake is one line on stderr and exit code 2, a failed check 1, Ctrl-C one word and 130; no traceback."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # where stderr is no file
+        faulthandler.enable()  # a mapped file that is cut off under a run is a bus error: it says where
     try:
         code = main(sys.argv[1:])
     except CheckFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
+        print(f"failed: {without_keys(str(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except ValueError as error:
         if os.environ.get("DFLASH_TRACEBACK"):
             raise
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {printable(without_keys(str(error)))}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if os.environ.get("DFLASH_TRACEBACK"):

@@ -17,7 +17,7 @@ from dflash_train.config.schema import (
     RegenerateConfig,
 )
 from dflash_train.config.sources import read_sources
-from dflash_train.config.values import is_address, without_login
+from dflash_train.config.values import RESERVED, is_address, without_login
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -194,6 +194,8 @@ def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool
             shard_of(r.shard)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    for setting in drawn:
+        _validate_template_arguments("regenerate.chat_template_kwargs", setting.chat_template_kwargs, need)
     need(r.max_length >= 2, "regenerate.max_length", r.max_length, "must hold a prompt and an answer: at least 2")
     need(r.concurrency >= 1, "regenerate.concurrency", r.concurrency, "must be at least 1")
     need(r.timeout_seconds > 0, "regenerate.timeout_seconds", r.timeout_seconds, "must be positive")
@@ -217,7 +219,18 @@ def _validate_regeneration(r: RegenerateConfig, where: str, need: Callable[[bool
         need(body is None, "regenerate.extra_body", body, rule)
 
 
+def _validate_template_arguments(
+    name: str, given: dict[str, object], need: Callable[[bool, str, object, str], None]
+) -> None:
+    rule = "is no argument of the template but of what renders it; leave it out (data.chat_template names a template)"
+    reserved = next((key for key in given if key in RESERVED), None)
+    need(reserved is None, f"{name}.{reserved}", given.get(reserved), rule)
+    odd = next((key for key in given if not isinstance(key, str)), None)
+    need(odd is None, name, given, "the names of a template's arguments are texts")
+
+
 def _validate_data(data: DataConfig, where: str, need: Callable[[bool, str, object, str], None]) -> None:
+    _validate_template_arguments("data.chat_template_kwargs", data.chat_template_kwargs, need)
     try:
         read_sources(data.train)
         read_sources(data.heldout, "data.heldout")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import math
 import re
+import types
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 # Characters that command a terminal, or turn the direction of writing.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+# What transformers' apply_chat_template takes itself: among the arguments of a template these would replace the template, or what is
+# asked of it.
+RESERVED = frozenset((
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "processor_kwargs",
+))  # fmt: skip
 
 
 def printable(text: str) -> str:
@@ -33,6 +44,30 @@ def check_keys(entry: Iterable[Any], known: Sequence[str], where: str) -> None:
             )
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` that says of everything it cannot read that it is a ValueError, of what is nested without end too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from YAML or JSON is of a type as annotations write it. A whole number is a float, a truth is no number."""
+    if kind is Any:
+        return True
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
 def finite(value: Any) -> float | None:
     """The number that a value of a recipe is, None for one that is none or not finite."""
     if isinstance(value, str):  # YAML 1.1 reads 1e-1 as a string
@@ -51,6 +86,14 @@ def finite(value: Any) -> float | None:
 def without_login(url: str) -> str:
     """An address, or what should be one, without user and password: fit for a log."""
     return re.sub(r"^([\w+.-]*:/+)?.*@", r"\1", url, flags=re.DOTALL)
+
+
+@functools.cache
+def trusted(path: str, trust_remote_code: bool) -> bool:
+    """The same truth, said aloud once where code of a target may run here: in its config, its tokenizer or its model."""
+    if trust_remote_code:
+        print(f"target.trust_remote_code: running Python code that comes with {path}", flush=True)
+    return trust_remote_code
 
 
 def is_address(url: Any) -> bool:

@@ -8,7 +8,6 @@ target's prefill; the others are the rounds', in order.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from dflash_train.config.values import parse_json
 from dflash_train.track import METRICS, read_rows
 
 CONFIG, CERTIFICATE, EVALUATION, DECODED, NOTES = (
@@ -114,9 +114,9 @@ def read_run(folder: Path) -> RunView:
     if (folder / METRICS).exists():
         view.written = (folder / METRICS).stat().st_mtime
     view.config = _mapping(view, CONFIG, yaml.safe_load) or {}
-    view.certificate = _mapping(view, CERTIFICATE, json.loads)
-    view.evaluation = _mapping(view, EVALUATION, json.loads)
-    notes = _read(view, NOTES, json.loads)
+    view.certificate = _mapping(view, CERTIFICATE, parse_json)
+    view.evaluation = _mapping(view, EVALUATION, parse_json)
+    notes = _read(view, NOTES, parse_json)
     view.notes = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
     view.decoded = _samples(view)
     view.parameters = _parameters(folder)
@@ -151,8 +151,8 @@ def _read(view: RunView, name: str, parse: Any) -> Any:
         return None
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        view.unreadable.append(f"{name}: {str(error).splitlines()[0]}")
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        view.unreadable.append(f"{name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
         return None
 
 
@@ -170,7 +170,7 @@ def _samples(view: RunView) -> list[dict[str, Any]]:
     rows, bad = [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if _is_sample(row):
@@ -203,8 +203,9 @@ def _parameters(folder: Path) -> int | None:
     for path in reversed(files):
         try:
             with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                length = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(length if length <= path.stat().st_size else 0))
             return sum(math.prod(v["shape"]) for k, v in header.items() if k != "__metadata__")
-        except (OSError, ValueError, KeyError):
+        except (OSError, *UNEXPECTED):
             continue  # being replaced at this moment, or not there
     return None

@@ -15,6 +15,7 @@ from typing import Any
 
 from dflash_train import __version__, disk
 from dflash_train.config.schema import DataConfig
+from dflash_train.config.values import parse_json
 from dflash_train.data.chat import mask_strategy
 from dflash_train.data.corpus import Corpus
 from dflash_train.data.files import file_hash, locate, names_within
@@ -127,7 +128,7 @@ def write_certificate(certificate: Certificate, path: Path) -> None:
 def read_certificate(path: Path) -> Certificate:
     """Raises ValueError for a file that is none, or that was changed since it was written."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         known = {f.name for f in fields(Certificate)}
         if not isinstance(content, dict) or set(content) != known:
             raise ValueError(f"its fields are not {', '.join(sorted(known))}")

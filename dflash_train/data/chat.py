@@ -12,7 +12,6 @@ block, say) is never supervised.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from dflash_train.config.schema import ReasoningRows
+from dflash_train.config.values import parse_json, trusted
 from dflash_train.data.answers import Chat, Document
 from dflash_train.data.corpus import lengths_of, supervised_of
 from dflash_train.data.read import Kept
@@ -40,7 +40,9 @@ def load_tokenizer(
     gives no offsets.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trusted(path, trust_remote_code)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"target.path = {path}: no usable tokenizer ({str(error).splitlines()[0]}); "
@@ -67,7 +69,7 @@ def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None and listed is None:
-            config = json.loads(Path(file).read_text(encoding="utf-8"))
+            config = parse_json(Path(file).read_text(encoding="utf-8"))
             listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})

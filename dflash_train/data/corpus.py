@@ -27,6 +27,7 @@ from dflash_train.types import TokenizedExample
 COLUMNS = {"length": "<i4", "supervised": "<i4", "source": "<i4", "domain": "<i4", "finish": "<i4", "id_length": "<i4"}
 STREAMS = ("tokens", "masks", "ids")
 SLICE = 2**22
+FIRST_BIT = np.array([8, *(8 - value.bit_length() for value in range(1, 256))])  # of a byte, from its highest
 
 
 class Damaged(Exception):
@@ -148,6 +149,14 @@ class Corpus(Sequence[TokenizedExample]):
     def name(self, i: int) -> str:
         """The id of document i."""
         return self._ids[self._id_at[i] : self._id_at[i + 1]].tobytes().decode()
+
+    def prompts(self) -> Iterator[bytes]:
+        """Of each document the int32 bytes of what stands before its first supervised token."""
+        set_bytes = np.flatnonzero(self._masks)
+        at = set_bytes[np.searchsorted(set_bytes, self._mask_at[:-1])]  # every document has a supervised token
+        first = (at - self._mask_at[:-1]) * 8 + FIRST_BIT[self._masks[at]]
+        for begin, length in zip(self._at[:-1].tolist(), first.tolist(), strict=True):
+            yield self.tokens[begin : begin + length].tobytes()
 
     def occurrences(self, token: int) -> tuple[int, int, str | None]:
         """(how often, in how many documents, id of the first of them) a token occurs."""

@@ -25,6 +25,8 @@ COMPANIONS = (".failed.jsonl", ".manifest.json", ".report.json")
 RECORDS = ("split.json", "certificate.json")
 NAMES_OF_FILES = {".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet"}
 LONGEST_LINE = 64 * 2**20
+# Compressed bytes at a time: what they become is in memory at once, and a frame of zeros becomes 30,000 times as many.
+ZSTD_INPUT = 2**12
 # What a file of another kind begins with, and what to do about it.
 STRANGERS = [
     (rb"PK\x03\x04", "is a zip archive; unpack it and name the file inside"),
@@ -250,7 +252,8 @@ class _Zstd(io.RawIOBase):
         import zstandard
 
         self._file, self._new = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._rest, self._ready, self._error = self._new(), b"", b"", zstandard.ZstdError
+        self._frame, self._rest, self._error = self._new(), b"", zstandard.ZstdError
+        self._ready = memoryview(b"")  # cut off piece by piece without being copied
         self._begun = False
 
     def readable(self) -> bool:
@@ -258,12 +261,12 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._rest or self._file.read(2**18)
+            data = self._rest or self._file.read(ZSTD_INPUT)
             if not data:
                 if self._begun:
                     raise self._error("it ends in the middle of a frame")
                 return 0
-            self._ready, self._begun, self._rest = self._frame.decompress(data), True, b""
+            self._ready, self._begun, self._rest = memoryview(self._frame.decompress(data)), True, b""
             if self._frame.eof:
                 self._rest, self._frame, self._begun = self._frame.unused_data, self._new(), False
         count = min(len(buffer), len(self._ready))

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import re
 import shutil
 import time
@@ -22,11 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
-from dflash_train.config.values import check_keys, nearest
+from dflash_train.config.values import check_keys, fits, nearest
 from dflash_train.data.clean import HeldOut, read_heldout
 from dflash_train.data.files import file_hash, without_nulls
 from dflash_train.data.layouts import BadRow, find_messages
@@ -112,7 +113,10 @@ class Source(Place):
             raise ValueError(f"{self.name}: unknown field {sorted(unknown)[0]!r}; known: {', '.join(sorted(FIELDS))}")
         if len({"messages", "conversations", "prompt"} & set(self.fields)) != 1:
             raise ValueError(f"{self.name}: fields must have exactly one of messages, conversations and prompt")
-        if not self.weight > 0:
+        for name, value in self.fields.items():
+            if not isinstance(value, bool if name == "drop_system" else str):
+                raise ValueError(f"{self.name}: fields.{name} = {value!r} has the wrong type; a column is a text")
+        if not 0 < self.weight < math.inf:
             raise ValueError(f"{self.name}: weight {self.weight} must be above 0; take the source out instead")
 
 
@@ -147,7 +151,7 @@ def load_mixture(name: str) -> Mixture:
                 f"mixture {name}: no such file, and shipped are {', '.join(shipped())}{nearest(name, shipped())}"
             )
     content = _read_yaml(path, {"rows", "sources"})
-    if not isinstance(content["rows"], int) or content["rows"] < 1:
+    if not fits(content["rows"], int) or content["rows"] < 1:
         raise ValueError(f"{path}: rows {content['rows']!r} is not a positive number")
     sources = [_typed(Source, entry, f"{path}: source {number}") for number, entry in enumerate(content["sources"], 1)]
     _check_names(path, sources)
@@ -163,12 +167,16 @@ def load_benchmarks(path: Path = BENCHMARKS) -> list[Benchmark]:
 
 
 def _read_yaml(path: Path, keys: set[str]) -> dict[str, Any]:
+    """A mapping with these keys; all but `rows` hold lists."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict) or set(content) != keys:
         raise ValueError(f"{path}: must have exactly the keys {', '.join(sorted(keys))}")
+    for key in keys - {"rows"}:
+        if not isinstance(content[key], list):
+            raise ValueError(f"{path}: {key} must be a list of mappings")
     return content
 
 
@@ -181,12 +189,12 @@ def _typed(cls: type, entry: Any, where: str) -> Any:
     missing = [name for name in required if name not in entry]
     if missing:
         raise ValueError(f"{where} ({entry.get('name')}): has no {missing[0]}")
-    try:
-        return cls(**entry)
-    except (TypeError, AttributeError):  # a list where a text should be, and the like
-        raise ValueError(
-            f"{where} ({entry.get('name')}): a value has the wrong type; compare with general.yaml"
-        ) from None
+    for name, kind in get_type_hints(cls).items():
+        if name in entry and not fits(entry[name], kind):
+            raise ValueError(
+                f"{where} ({entry.get('name')}): {name} = {entry[name]!r} has the wrong type; compare with general.yaml"
+            )
+    return cls(**entry)
 
 
 def _check_names(path: Path, entries: list[Any]) -> None:
@@ -302,7 +310,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise BadRow("bad_tools") from None
     if value is None or value == []:
         return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_train.config.values import RESERVED
 from dflash_train.data.files import rows
 from dflash_train.data.layouts import BadRow, decoded, find_messages
 from dflash_train.types import Conversation
@@ -194,7 +195,7 @@ def _conversation(row: dict[str, Any], source: str, need_answer: bool, notes: Co
         chat_template_kwargs=decoded(row.get("chat_template_kwargs")) or {},
         tools=_tools(row),
     )
-    if not isinstance(conversation.chat_template_kwargs, dict):
+    if not isinstance(conversation.chat_template_kwargs, dict) or RESERVED & conversation.chat_template_kwargs.keys():
         raise BadRow("bad_chat_template_kwargs")
     if conversation.finish_reason is not None and not isinstance(conversation.finish_reason, str):
         raise BadRow("bad_finish_reason")
@@ -233,7 +234,10 @@ def _tools(row: dict[str, Any]) -> list[Any] | None:
         tools = [{"type": "function", "function": function} for function in row["functions"]] or None
     if tools is not None and not isinstance(tools, list):
         raise BadRow("bad_tools")
-    return tools and [decoded(tool) for tool in tools]
+    found = tools and [decoded(tool) for tool in tools]
+    if found and not all(isinstance(tool, dict) for tool in found):
+        raise BadRow("bad_tools")
+    return found
 
 
 def _ids(row: dict[str, Any], key: str) -> list[int]:

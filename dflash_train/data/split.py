@@ -12,7 +12,6 @@ written to split.json, and `thresholds_from` takes them from there.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from dflash_train.config.values import parse_json
 from dflash_train.data.layouts import BadRow
 from dflash_train.data.read import Kept
 from dflash_train.data.rows import atomic_file, check_output, normalise, parse_row, read_lines, text_hash, write_json
@@ -157,9 +157,12 @@ def _cap(keys: np.ndarray, count: int) -> int:
 
 def _recorded(path: Path) -> dict[str, int]:
     try:
-        limits = json.loads(path.read_text())["limits"]
-        return {str(name): int(limit) for name, limit in limits.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        limits = parse_json(path.read_text())["limits"]
+        found = {str(name): int(limit) for name, limit in limits.items()}
+        if not all(0 <= limit < 2**64 for limit in found.values()):
+            raise ValueError("a limit is no number of 64 bits")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"thresholds {path}: not a {RECORD} of an earlier split ({error!r}); give its path") from None
 
 

@@ -119,6 +119,7 @@ class Engine(ABC):
     @torch.no_grad()
     def restore(self, saved: Saved) -> None:
         """Continue from a state that any engine gathered; every rank gives the whole of it."""
+        self.optimizer.state.clear()
         for name, parameter in self.parameters():
             kinds = (*MOMENTS, "step") if saved.moments else ()
             self.take(name, parameter, saved.weights[name], {kind: saved.moments[f"{kind}.{name}"] for kind in kinds})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import parse_json
 from dflash_train.disk import replace
 from dflash_train.generation.conversation import advance
 from dflash_train.generation.job import Job, open_job, shard_path
@@ -190,7 +191,7 @@ def _write(output: Path, joined: Callable[[], Iterator[bytes]]) -> None:
 def _summary(path: Path) -> dict[str, Any]:
     """What a shard's own manifest says of its last run."""
     try:
-        manifest = dict(json.loads(manifest_path(path).read_text(encoding="utf-8")))
+        manifest = dict(parse_json(manifest_path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # it only tells of a run; the rows themselves were checked
         return {"output": path.name}
     return {

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_train.config.values import parse_json
 from dflash_train.disk import replace
 from dflash_train.types import Conversation
 
@@ -70,18 +71,33 @@ def rows_of(output: Path, description: dict[str, Any]) -> Iterator[tuple[int, by
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
-                generator = row["generator"]
-                if not isinstance(row["id"], str) or not isinstance(generator, dict):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{output}:{number} was not written by regeneration; name another regenerate.output"
-                ) from None
+                row = parse_json(line)
+            except ValueError:
+                row = None
+            if not _is_row(row):
+                raise ValueError(f"{output}:{number} was not written by regeneration; name another regenerate.output")
+            generator = row["generator"]
             if generator.get("recipe_hash") != description["recipe_hash"]:
                 raise ValueError(_another_generator(f"{output}:{number}", generator, output, description))
             yield offset, line, row
             offset += len(line)
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a value has what `finished_row` writes and is read here."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("id", "domain", "finish_reason")):
+        return False
+    generator, messages, turns = row.get("generator"), row.get("messages"), row.get("turn_ids", [])
+    counted = [turn.get("response_ids") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    counted += [row["response_ids"]] if "response_ids" in row else []
+    return (
+        isinstance(generator, dict)
+        and isinstance(generator.get("mixture", ""), str | list)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+        and all(isinstance(ids, list) for ids in counted)
+        and (bool(counted) or isinstance(row.get("response_tokens"), int))
+    )
 
 
 def answers_prompt(row: dict[str, Any], conversation: Conversation) -> bool:
@@ -118,8 +134,9 @@ def read_done(output: Path, description: dict[str, Any], conversations: Iterable
 
 def _another_generator(place: str, found: dict[str, Any], output: Path, description: dict[str, Any]) -> str:
     try:
-        whole = json.loads(manifest_path(output).read_text(encoding="utf-8"))["generator"]
-    except (OSError, ValueError, KeyError):
+        whole = parse_json(manifest_path(output).read_text(encoding="utf-8"))["generator"]
+        whole = whole if isinstance(whole, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
         whole = {}
     if whole.get("recipe_hash") == found.get("recipe_hash"):
         found = whole  # with the whole mixture, where the row only has the setting that it drew

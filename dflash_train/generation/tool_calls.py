@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_train.config.values import parse_json
 from dflash_train.types import Conversation
 
 Message = dict[str, Any]
@@ -127,8 +127,8 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError:
+            decoded = parse_json(arguments) if arguments.strip() else {}
+        except ValueError:
             decoded = arguments
         arguments = decoded if isinstance(decoded, dict | list) else arguments
     return {**call, "arguments": {} if arguments is None else arguments}

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import trusted
 from dflash_train.generation.base import Answer, Request
 from dflash_train.target.hf import resolve_dtype
 
-OURS = {"model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init"}  # what the recipe says elsewhere
+OURS = {
+    "trust_remote_code",
+    "model",
+    "revision",
+    "tokenizer",
+    "tokenizer_revision",
+    "skip_tokenizer_init",
+}  # what the recipe says elsewhere
 
 
 class VllmBackend:
@@ -25,7 +33,7 @@ class VllmBackend:
         config, self.tokenizer = recipe.regenerate, tokenizer
         if wrong := sorted(OURS & set(config.vllm_args)):
             raise ValueError(
-                f"regenerate.vllm_args has {', '.join(wrong)}: these follow from target.path and target.revision"
+                f"regenerate.vllm_args has {', '.join(wrong)}: these follow from target.path, target.revision and target.trust_remote_code"
             )
         # The workers must not inherit a CUDA that this process has looked at.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -43,7 +51,7 @@ class VllmBackend:
         arguments = {
             "dtype": str(resolve_dtype(recipe.target.precision, device)).removeprefix("torch."),
             "max_model_len": config.max_length,
-            "trust_remote_code": recipe.target.trust_remote_code,
+            "trust_remote_code": trusted(target, recipe.target.trust_remote_code),
             "seed": config.seed,
         } | config.vllm_args
         try:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dflash_train.config.schema import Precision, TargetConfig
+from dflash_train.config.values import trusted
 from dflash_train.target.info import read_config, read_target_info, text_config
 from dflash_train.target.varlen import NO_MASK_SHAPE, enable_varlen
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
@@ -29,8 +30,6 @@ def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Modu
     """The whole causal LM, frozen, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    if config.trust_remote_code:
-        print(f"target.trust_remote_code: running Python code that comes with {path}", flush=True)
     capped = getattr(
         text_config(read_config(path, config.revision, config.trust_remote_code)), "attn_logit_softcapping", None
     )
@@ -45,7 +44,8 @@ def load_model(config: TargetConfig, path: str, device: torch.device) -> nn.Modu
             revision=config.revision,
             dtype=resolve_dtype(config.precision, device),
             attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=trusted(path, config.trust_remote_code),
+            use_safetensors=True,  # a pickle may run anything
         )
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"target.path = {path}: cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from dflash_train.config.values import trusted
 from dflash_train.types import TargetInfo
 
 
@@ -16,8 +17,12 @@ def read_config(path: str, revision: str | None = None, trust_remote_code: bool 
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted(path, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"target.path = {path}: needs Python code that comes with it; read that code, then set target.trust_remote_code=true if you trust it"
+            ) from None
         raise ValueError(
             f"target.path = {path}: no usable config.json ({str(error).splitlines()[0]}); give a local folder or a Hub id, with target.revision if needed"
         ) from error

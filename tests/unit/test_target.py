@@ -137,3 +137,35 @@ def test_the_targets_facts_come_from_its_config(target_dir, tmp_path):
     assert (info.eos_token_ids, info.bos_token_id, info.pad_token_id) == ([2], 1, 0)
     with pytest.raises(ValueError, match=r"no usable config.json"):
         read_target_info(str(tmp_path))
+
+
+def test_files_and_model_name_the_same_tokens_that_end_an_answer(tmp_path):
+    """`data.chat.read_stop_ids` reads files where regeneration and masks have no model; `hf.stop_ids` asks the model that decodes."""
+    import json
+
+    import torch
+
+    from dflash_train.config.schema import TargetConfig
+    from dflash_train.data.chat import load_tokenizer, read_stop_ids
+    from dflash_train.target import hf
+    from dflash_train.target.info import read_target_info
+
+    folder = toys.save_toy(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    for in_config, in_generation in [
+        (2, None),
+        (4, None),
+        ([2, 4], None),
+        (2, {"eos_token_id": 4}),
+        (2, {"eos_token_id": [4, 7]}),
+        (4, {"pad_token_id": 0}),
+    ]:
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": in_config}))
+        generation.unlink(missing_ok=True)
+        if in_generation is not None:
+            generation.write_text(json.dumps(in_generation))
+        tokenizer = load_tokenizer(str(folder))
+        model = hf.load_model(TargetConfig(path=str(folder)), str(folder), torch.device("cpu"))
+        by_model = hf.stop_ids(model, tokenizer, read_target_info(str(folder)).eos_token_ids)
+        assert set(read_stop_ids(str(folder), None, tokenizer)) == set(by_model), (in_config, in_generation)
