@@ -194,7 +194,7 @@ class Tokens(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.drafter = torch.nn.Module()
-        self.drafter.theta = torch.nn.Parameter(torch.zeros(1))
+        self.drafter.theta = torch.nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, tokens, features, total_weight):
         losses = (self.drafter.theta - torch.tensor(tokens)) ** 2
