@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,8 @@ def one_voice() -> Iterator[None]:
         if not ranks.is_lost(error):
             ranks.leave_note("error", str(error))
             raise
+        # torchrun ends the ranks that are left as soon as it sees that one is gone; there is something to say first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Its own error explains it better, if it could say one.
         others = (r for r in range(ranks.world_size()) if r != ranks.rank())
         if any(ranks.read_note("error", r, seconds=0.5) for r in others) or not ranks.first("lost"):

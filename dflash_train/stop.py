@@ -75,12 +75,10 @@ def listening() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Signals wait while the body runs; one that came ends the process behind it, unless the body itself fails."""
+    """Signals wait while the body runs; one that came ends the process behind it. Where the body itself fails they wait on, for it to be said."""
     _requests.deferred = True
-    try:
-        yield
-    finally:
-        _requests.deferred = False
+    yield
+    _requests.deferred = False
     if requested():
         leave()
 

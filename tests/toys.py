@@ -9,6 +9,7 @@ import io
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -471,6 +472,13 @@ def _one_rank(
     ranks.barrier()
     ranks.stop()
     faulthandler.cancel_dump_traceback_later()
+
+
+def torchrun(*command: str, stderr: int) -> subprocess.Popen:
+    """A command on two ranks of this machine, with its output as text."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    threads = {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(launch, env=os.environ | threads, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 # --- commands -----------------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -302,6 +301,34 @@ def test_a_loss_that_is_never_finite_again_stops_with_a_checkpoint_of_what_was_g
     assert steps[:2] == [4, 6] and steps[-1] == 12 and len((folder / "skipped.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_stop_between_skipped_steps_loses_none_of_them(recipe, monkeypatch):
+    """Stopped behind the second of three in a row, between two log lines: all are noted, counted in one line, and end the continued run."""
+    forward, calls = TorchEngine.forward, []
+
+    def stopped(self, batch, features, weight):
+        calls.append(batch)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        report = forward(self, batch, features, weight)
+        return report._replace(loss=report.loss * torch.nan) if len(calls) >= 3 else report
+
+    monkeypatch.setattr(TorchEngine, "forward", stopped)
+    folder = recipe.parent / "run"
+    more = ("train.max_steps=12", "train.log_every_steps=5", "train.global_batch_size=1", "train.max_skipped_steps=3")
+    done = toys.call(training.main, "-c", recipe, *more)
+    assert done.code == 143 and "stopped at step 4 of 12" in done.out
+    saved = json.loads((folder / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert saved["skipped_in_a_row"] == 2 and not (folder / "metrics.jsonl").read_text()
+
+    done = toys.call(training.main, "-c", recipe, "train.resume=true", *more)
+    assert done.code == 1 and "failed: step 5: the 3 steps up to it (train.max_skipped_steps) were skipped" in done.err
+    (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert (line["step"], line["train/skipped_steps"]) == (5, 3)
+    assert [json.loads(line)["step"] for line in (folder / "skipped.jsonl").open()] == [3, 4, 5]
+    saved = json.loads((folder / "checkpoints" / "step-00000005" / "state.json").read_text())
+    assert saved["skipped_in_a_row"] == 0 and not saved["window"]
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to"), MemoryError(),
                                    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])  # fmt: skip
 def test_too_little_memory_names_the_knobs_with_their_values(recipe, monkeypatch, error):
@@ -333,10 +360,9 @@ def test_commands_on_folders_that_are_none(tmp_path):
 
 def test_two_processes_end_on_bad_input_with_one_message(recipe):
     toys.write_jsonl(recipe.parent / "rows.jsonl", [{"messages": []}])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "dflash_train.train", "-c", str(recipe)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert done.stderr.count("error: 0 usable rows of 1") == 1  # by rank 0 for both
-    assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+    process = toys.torchrun("-m", "dflash_train.train", "-c", str(recipe), stderr=subprocess.PIPE)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert said.count("error: 0 usable rows of 1") == 1  # by rank 0 for both
+    assert "Traceback" not in said.split("torch/distributed")[0]
     assert not (recipe.parent / "run").exists()

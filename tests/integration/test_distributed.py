@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +42,12 @@ track: {{wandb: disabled, progress: false}}
 
 
 def torchrun(*command: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    threads = {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launch, *command], env=os.environ | threads, capture_output=True, text=True, timeout=timeout
-    )
+    process = toys.torchrun(*command, stderr=subprocess.PIPE)
+    try:
+        said = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def curve(folder: Path) -> list[dict]:
@@ -161,7 +160,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_both(recipe, tmp_pa
 def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint(recipe, tmp_path):
     """Rank 1 kills itself in the fifth of six steps, the first time; the recipe does not ask for train.resume."""
     body = f"""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before rank 0 finds out by itself
     if (rank, call) == (1, 9) and not Path("{tmp_path}/dead").exists():
         Path("{tmp_path}/dead").touch()
         os.kill(os.getpid(), signal.SIGKILL)"""

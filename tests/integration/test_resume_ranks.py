@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,7 @@ from dflash_train.config.load import run_command
 {patch}
 run_command(training.main)
 """)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    return subprocess.Popen(
-        [sys.executable, *launch, "-c", str(recipe), f"output_dir={folder}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return toys.torchrun(str(script), "-c", str(recipe), f"output_dir={folder}", stderr=subprocess.STDOUT)
 
 
 AT_STEP = """
