@@ -24,14 +24,8 @@ from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
 from dflash_train.config.load import parse, parser, run_command
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
-from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
+from dflash_train.folder import RECORD, TOKENIZER_FILES, WEIGHTS, public_name, read_headers, read_json, tensor_faults
 from dflash_train.types import TargetInfo
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True)

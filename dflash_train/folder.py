@@ -18,6 +18,11 @@ from dflash_train.assets import public_name as public_name
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 
 RECORD, WEIGHTS, INDEX = "dflash_train.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 
 class Header(NamedTuple):
