@@ -55,7 +55,7 @@ from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
-from dflash_train.export import check_output, export_run, rewrite_card
+from dflash_train.export import check_output, export_run, record_licences, rewrite_card
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -191,6 +191,7 @@ def start(recipe: Recipe) -> Run:
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
         write_certificate(certificate, folder / CERTIFICATE)
+        record_licences(o)
         (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()

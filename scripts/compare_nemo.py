@@ -307,7 +307,7 @@ def train_nemo(
         target=o.info,
         dtype=getattr(torch, o.recipe.export.precision.value),
         tokenizer_dir=None,
-        card=CardFacts(name=settings.name, base_model=o.info.path, license=o.recipe.export.license),
+        card=CardFacts(name=settings.name, base_model=o.info.path, license=o.recipe.export.license or "unknown"),
     )
     return Run(
         name=settings.name,

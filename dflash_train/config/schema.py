@@ -393,7 +393,15 @@ class ExportConfig:
 
     output: str | None = knob(None, "Folder of the export; null: <output_dir>/export.")
     precision: Precision = knob(Precision.bfloat16, "Weights of the export; float32 keeps the masters.")
-    license: str = knob("apache-2.0", "Licence named on the model card.")
+    license: str | None = knob(
+        None,
+        """Licence on the model card, as the Hub spells it; null: what follows from target, initial drafter and data (docs/serving.md). One that is freer
+        than theirs is refused.""",
+    )
+    owned: bool = knob(
+        False,
+        "You hold the rights in target, initial drafter and data, so that none of their licences restricts the export.",
+    )
 
 
 @dataclass(kw_only=True)

@@ -16,12 +16,12 @@ LAYERS = [
     {"metrics", "kernels"},
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
-    {"method", "folder", "dashboard"},
-    {"build", "walk"},
+    {"method", "folder", "dashboard", "engines", "licences", "push"},
+    {"build", "walk", "card"},
     {"generation"},
-    {"regenerate", "client"},
+    {"regenerate", "client", "check"},
     {"export", "evaluate"},
-    {"check", "heldout", "report"},
+    {"heldout", "report"},
     {"train"},
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
