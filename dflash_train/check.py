@@ -632,9 +632,10 @@ RULES: tuple[Rule, ...] = (
          "no tokenizer files; conversion needs --target-model-dir", "llama.cpp conversion/qwen.py"),
     Rule("auto_map", HF, NOTE, lambda f: "auto_map" in f.config,
          "auto_map is not needed and names remote code", "published DFlash 2 drafters have none"),
-    Rule("quantised", ALL, NOTE, lambda f: "quantization_config" in f.config,
-         "quantization_config: vLLM 0.33.0 does not load it, Splash needs BF16, MLX and ollama quantise by themselves; measure tau before and after",
-         "vLLM issues 53116 and 51581; no published DFlash 2 drafter is quantised"),
+    Rule("quantised", "vLLM, TensorRT-LLM, Splash", MISREAD, lambda f: bool(f.config.get("quantization_config")),
+         "quantization_config: q, k and v are sliced raw, without their scales (it stops, or drafts nonsense); Splash needs BF16. "
+         "MLX, ollama and Splash quantise the BF16 file themselves, llama.cpp has GGUF",
+         "vLLM issues 51581 and 53116 (open); TensorRT-LLM modeling_dflash.py at 7c7504c; Splash runtime/model/DraftCheckpoint.cpp"),
     # What only some engine or fork computes
     Rule("foreign parts", ALL, MISREAD, _foreign,
          "{}: the engines here do not compute it (TensorRT-LLM alone reads use_swa, ollama alone rope_interleaved)",

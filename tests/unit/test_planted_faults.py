@@ -61,6 +61,7 @@ FAULTS = [
     ("rope theta", NO_BASE), ("rope twice", put("rope_theta", 500.0)), ("rope partial", put("partial_rotary_factor", 0.25)),
     ("rope partial", rope(partial_rotary_factor=0.25)), ("rope sections", rope(mrope_section=[11, 11, 10])), ("rope type", rope(rope_type="yarn")),
     ("scalars nested", put("output_multiplier", 0.5)), ("embedding scale", nest("input_embedding_scale", 2.0)),
+    ("quantised", put("quantization_config", {"quant_method": "compressed-tensors"})),
     # convolution and selector
     ("conv groups", nest("conv_group_size", 48)), ("conv kernel", nest("conv_kernel_size", 9)), ("top_k power", nest("selector_top_k", 6)),
     ("top_k hidden", nest("selector_top_k", 8)), ("top_k vocabulary", nest("selector_top_k", 256)), ("reduced vocabulary", put("draft_vocab_size", 32)),
