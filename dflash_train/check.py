@@ -23,6 +23,7 @@ from safetensors import safe_open
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 from dflash_train.engines import ENGINES, Engine, Serving, contradictions, fill, settings, splash_difference
 from dflash_train.folder import (
+    DTYPES,
     INDEX,
     RECORD,
     TOKENIZER_FILES,
@@ -46,7 +47,6 @@ SIZES = (
     "vocab_size",
 )
 SCALARS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
 # ------------------------------------------------------------------------------------------------------------------ facts

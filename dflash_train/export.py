@@ -26,9 +26,10 @@ from dflash_train.check import check
 from dflash_train.config.load import CheckFailed, parse, parser, run_command
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.data.prepare import located_sources
-from dflash_train.drafter.spec import DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
+from dflash_train.drafter.spec import DrafterSpec, check_target_layer_ids, from_hf_config, tensor_shapes, to_hf_config
 from dflash_train.engines import ENGINES, SPLASH
 from dflash_train.folder import (
+    DTYPES,
     RECORD,
     TOKENIZER_FILES,
     WEIGHTS,
@@ -102,6 +103,9 @@ def write_export(
         (building / WEIGHTS).chmod((building / "config.json").stat().st_mode)
         written = read_headers(building)
         assert {n: h.shape for n, h in written.items()} == tensor_shapes(spec), "the written file differs from the spec"
+        assert {DTYPES[h.dtype] for h in written.values()} == {config["dtype"]}, (
+            "the written file differs from its config"
+        )
         _replace(building, output)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -163,6 +167,7 @@ def _check_pair(spec: DrafterSpec, target: TargetInfo) -> None:
             raise ValueError(
                 f"drafter {name} = {mine}: the target {target.path} has {theirs}; a drafter fits only the target it was trained on"
             )
+    check_target_layer_ids(list(spec.target_layer_ids), target.num_layers)
 
 
 def _export_tensors(state: dict[str, torch.Tensor], spec: DrafterSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -309,11 +314,14 @@ def _data_facts(run: Path) -> dict[str, Any]:
 
 
 def summary(folder: Path, o: Outline) -> str:
-    """What to do with an export: the versions it was checked against, and how it becomes a GGUF."""
+    """What to do with an export: what `check` finds, by the rules of which versions, and how it becomes a GGUF."""
     s = serving(o.spec, target=public_name(o.info.path), draft=str(folder), family=o.info.model_type)
     versions = ", ".join(f"{e.name} {e.version}" for e in ENGINES if e is not SPLASH)
     convert = f"python convert_hf_to_gguf.py {folder} --target-model-dir {o.target_path} --outfile {folder.name}.gguf"
-    lines = [f"rules of: {versions}", f"GGUF: {convert}"]
+    report = check(folder, o.info)
+    found = [f"  {f.rule} - {f.engines}: {f.message}" for f in report.faults]
+    lines = ["check: no faults" if not found else "check: " + "\n".join(["faults", *found])]
+    lines += [f"rules of: {versions}", f"GGUF: {convert}"]
     return "\n".join([*lines, f"launch lines of every engine, for K = {s.block}: {folder / 'README.md'}"])
 
 
@@ -336,6 +344,12 @@ def push_export(
     record = read_record(folder)
     if "files" not in record:
         raise ValueError(f"--push {repo}: {folder} is not an export (it has no {RECORD}); export the drafter first")
+    inside = folder.resolve()
+    outside = [name for name in record["files"] if not (folder / name).resolve().is_relative_to(inside)]
+    if outside:  # a record is only a file: it must not be able to send others of this machine
+        raise ValueError(
+            f"--push {repo}: {folder / RECORD} names files outside the export ({', '.join(outside[:3])}); export the drafter again"
+        )
     problems = [f"{f.rule}: {f.message}" for f in check(folder).faults]
     licence = str(front_matter(folder / "README.md").get("license") or UNKNOWN)
     if licence == UNKNOWN:
@@ -376,7 +390,12 @@ def _card_for(folder: Path, record: dict[str, Any], repo: str) -> str:
     """The card of an export under the name of its repository, which launch lines then carry."""
     if "card" not in record:
         return (folder / "README.md").read_text(encoding="utf-8")
-    facts = CardFacts(**(record["card"] | {"name": repo}), provenance=record["provenance"], target=record["target"])
+    try:
+        facts = CardFacts(**(record["card"] | {"name": repo}), provenance=record["provenance"], target=record["target"])
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"{folder / RECORD}: its card is not one of this version ({error}); export the drafter again"
+        ) from None
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return model_card(from_hf_config(read_config(folder)), facts, has_tokenizer=has_tokenizer)
 

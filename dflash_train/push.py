@@ -70,8 +70,10 @@ def push(plan: Plan, *, say: Callable[[str], None] = print, patience: Patience |
 
     call("create", lambda: api.create_repo(plan.repo, private=plan.private, exist_ok=True))
     there = call("look", lambda: api.repo_info(plan.repo))
-    if plan.private and there.private is False:
-        say(f"note: {plan.repo} exists already and is public; its visibility is left as it is")
+    if bool(there.private) != plan.private:
+        say(
+            f"note: {plan.repo} exists already and is {'private' if there.private else 'public'}; that is left as it is"
+        )
     if plan.tag:
         tags = {ref.name for ref in call("refs", lambda: api.list_repo_refs(plan.repo)).tags}
         if plan.tag in tags:

@@ -213,6 +213,12 @@ def test_wrong_target_is_refused(tmp_path):
         export(tmp_path / "out", target=replace(TARGET, num_layers=6))
 
 
+@pytest.mark.parametrize(("ids", "says"), [((0, 4), "last layer"), ((2, 0), "ascending"), ((0, 7), "does not exist")])
+def test_wrong_layers_are_refused(tmp_path, ids, says):
+    with pytest.raises(ValueError, match=says):
+        export(tmp_path / "out", spec=replace(SPEC, target_layer_ids=ids))
+
+
 def test_replaces_only_an_earlier_export(tmp_path):
     out = tmp_path / "out"
     export(out)

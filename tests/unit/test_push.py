@@ -158,6 +158,27 @@ def test_wrong_names_and_folders(hub, folder, tmp_path):
     assert hub.requests == []
 
 
+def test_a_record_cannot_send_other_files(hub, folder):
+    (folder.parent / "secret").write_text("x")
+    record = json.loads((folder / "dflash_train.json").read_text())
+    (folder / "dflash_train.json").write_text(json.dumps(record | {"files": [*record["files"], "../secret"]}))
+    code, _, err = run(folder, "--force")
+    assert code == 2 and "outside the export" in err and hub.requests == []
+
+
+def test_a_record_of_another_shape_is_named(hub, folder):
+    record = json.loads((folder / "dflash_train.json").read_text())
+    (folder / "dflash_train.json").write_text(json.dumps(record | {"card": {"surprise": 1}}))
+    code, _, err = run(folder)
+    assert code == 2 and "export the drafter again" in err and hub.requests == []
+
+
+def test_visibility_of_an_existing_repository_stays(hub, folder):
+    assert run(folder, "--public")[0] == 0
+    code, out, _ = run(folder)
+    assert code == 0 and "is public; that is left as it is" in out and not hub.repos[REPO].private
+
+
 def gguf(folder, *names):
     folder.mkdir()
     for name in names:
