@@ -451,7 +451,7 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.two and [k for k in V2_KEYS if k not in f.nested and k not in f.config],
          "dflash_config lacks {}: convolution and selector come together, or the drafter is a DFlash v1",
          "vLLM KeyError, SGLang ValueError, MLX ZeroDivisionError, llama.cpp init failure"),
-    Rule("v2 keys nested", "vLLM, SGLang, MLX, llama.cpp", REFUSE,
+    Rule("v2 keys nested", "vLLM, SGLang, MLX, llama.cpp, ollama", REFUSE,
          lambda f: [k for k in V2_KEYS if k in f.config and k not in f.nested],
          "{} at the top level; they belong into dflash_config",
          "vLLM KeyError, SGLang ValueError, MLX ZeroDivisionError, llama.cpp init failure"),

@@ -262,15 +262,17 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
 LICENCES_FILE, INIT_FROM_FILE = "licences.json", "init_from.json"  # in a run's folder
 
 
-def record_licences(o: Outline) -> None:
-    """Write what target and data are licensed under to <output_dir>/licences.json, while both are at hand.
-
-    Raises ValueError, before any step is trained, for licences that would forbid the export.
-    """
-    recipe = o.recipe
+def find_licences(o: Outline) -> list[Source]:
+    """What target and data are licensed under, while both are at hand. Raises ValueError for licences that would forbid the export."""
     found = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
-    found += data_licences(source.path for source in located_sources(recipe.data.train, "train"))
-    _write_json(Path(recipe.output_dir) / LICENCES_FILE, {"sources": [asdict(source) for source in found]})
+    found += data_licences(source.path for source in located_sources(o.recipe.data.train, "train"))
+    decide(found, o.recipe.export.license, owned=o.recipe.export.owned)
+    return found
+
+
+def record_licences(o: Outline, found: list[Source]) -> None:
+    """Write them to <output_dir>/licences.json. Raises ValueError if they, with the drafter that this one begins from, forbid the export."""
+    _write_json(Path(o.recipe.output_dir) / LICENCES_FILE, {"sources": [asdict(source) for source in found]})
     decide_licence(o)
 
 

@@ -55,7 +55,7 @@ from dflash_train.dashboard.page import write_report
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
-from dflash_train.export import check_output, export_run, record_licences, rewrite_card
+from dflash_train.export import check_output, export_run, find_licences, record_licences, rewrite_card
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -150,6 +150,7 @@ def start(recipe: Recipe) -> Run:
     stream = build_stream(o)
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
+    licences = find_licences(o) if ranks.is_rank0() else []
     heldout = heldout_examples(o) if recipe.data.heldout else []
     prompts = heldout_prompts(o) if recipe.data.heldout else []
     check_heldout(recipe, heldout, prompts, o.spec.selector_top_k)
@@ -191,7 +192,7 @@ def start(recipe: Recipe) -> Run:
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
         write_certificate(certificate, folder / CERTIFICATE)
-        record_licences(o)
+        record_licences(o, licences)
         (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()

@@ -29,8 +29,7 @@ def formats() -> dict[str, Any]:
         "int8, one scale per row": Int8WeightOnlyConfig(),
         "float8 e4m3, one scale per row": Float8WeightOnlyConfig(),
         "int4, groups of 32": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
-        "int4, groups of 64": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(64)),
-        "int3, groups of 64": IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerGroup(64)),
+        "int3, groups of 32": IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerGroup(32)),
     }
 
 
