@@ -147,6 +147,7 @@ def start(recipe: Recipe) -> Run:
         read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
+    recipe = o.recipe  # with what it took from drafter.init_from
     stream = build_stream(o)
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
@@ -191,6 +192,8 @@ def start(recipe: Recipe) -> Run:
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
         write_certificate(certificate, folder / CERTIFICATE)
+        if o.start:
+            o.start.write(folder, o.start_hash, owned=recipe.drafter.init_owned)
         (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()

@@ -217,8 +217,19 @@ def _seal(composed: DictConfig, where: str) -> Recipe:
         )
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{where}: {name} = {value}: must be a finite number")
+    recipe.given = frozenset(_leaves(composed))
     validate(recipe, where)
     return recipe
+
+
+def _leaves(node: DictConfig, cls: type = Recipe, prefix: str = "") -> typing.Iterator[str]:
+    """Dotted names of the knobs that a node sets, null included."""
+    hints = typing.get_type_hints(cls)
+    for key in map(str, node):
+        if not dataclasses.is_dataclass(hints[key]):
+            yield prefix + key
+        elif OmegaConf.select(node, key) is not None:
+            yield from _leaves(node[key], hints[key], f"{prefix}{key}.")
 
 
 def _check_kinds(composed: DictConfig, where: str) -> None:

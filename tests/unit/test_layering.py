@@ -17,6 +17,7 @@ LAYERS = [
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
     {"method", "folder", "dashboard"},
+    {"released"},
     {"build", "walk"},
     {"generation"},
     {"regenerate", "client"},
