@@ -22,6 +22,7 @@ from safetensors import safe_open
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 from dflash_train.export import TOKENIZER_FILES
 from dflash_train.folder import INDEX, RECORD, WEIGHTS, Header, normalised, read_config, read_headers, read_json
+from dflash_train.released import nemo as repair
 from dflash_train.types import TargetInfo
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -738,8 +739,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder with config.json and model.safetensors")
     parser.add_argument("--target", help="hub id or folder of the target; adds the checks that need it")
     parser.add_argument("--revision", help="hub revision of the target")
+    repair.add_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        repair.run(args)
         target = None
         if args.target:
             from dflash_train.target.info import read_target_info

@@ -25,6 +25,7 @@ from dflash_train.config.load import parse, parser, run_command
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
 from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
+from dflash_train.released.nemo import nemo_style
 from dflash_train.types import TargetInfo
 
 TOKENIZER_FILES = (
@@ -499,10 +500,17 @@ def main(argv: list[str]) -> int:
     commands.add_argument(
         "--output", metavar="DIR", help="folder to write; default: export.output, else <output_dir>/export"
     )
+    commands.add_argument(
+        "--format",
+        choices=("engines", "nemo"),
+        default="engines",
+        help="nemo: as NeMo AutoModel consolidates, for its own tools; engines load the default (docs/nemo.md)",
+    )
     args = parse(commands, argv)
     o, state, _, step = open_drafter(args.source, args.config, args.overrides)
     output = Path(args.output or o.recipe.export.output or Path(o.recipe.output_dir) / "export")
-    print(f"exported to {export_run(o, state, output, step=step)}")
+    written = export_run(o, state, output, step=step)
+    print(f"exported to {nemo_style(written) if args.format == 'nemo' else written}")
     return 0
 
 

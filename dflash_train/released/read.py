@@ -28,7 +28,6 @@ NESTED: dict[str, Any] = {
     "input_embedding_scale": None, "causal": None, "is_causal": None, "attention_mode": ("gqa",), "tap_shift": (0,),
     "projector_type": ("dflash",), "shift_label": (False,), "pure_draft_prefix_len": (0,),
 }  # fmt: skip
-NEUTRAL = (None, False, 0, 1.0, [], {}, "")
 # Top-level keys of drafters whose layers compute something else, and what that is.
 STRANGE = {
     "attention_sink_bias": "attention sinks",
@@ -232,7 +231,7 @@ def _published(found: Released, config: dict[str, Any], *, block: dict[str, Any]
             "give a released DFlash or DFlash 2 drafter"
         )
     nested = {**(block or {}), **{k: v for k, v in nested.items() if v is not None}}
-    faults = [f"{k} = {c[k]}: {what}" for k, what in STRANGE.items() if c.get(k) not in NEUTRAL]
+    faults = [f"{k} = {c[k]}: {what}" for k, what in STRANGE.items() if not _neutral(c.get(k))]
     for key, value in nested.items():
         if key not in NESTED:
             faults.append(
@@ -260,6 +259,13 @@ def _published(found: Released, config: dict[str, Any], *, block: dict[str, Any]
         found.unstated["mask_token_id"] = "its config.json names none"
     found.config = c
     return found
+
+
+def _neutral(value: Any) -> bool:
+    """Whether a key says no more than its absence."""
+    if isinstance(value, bool):  # True == 1.0, which would be neutral
+        return not value
+    return value in (None, 0, 1.0, [], {}, "")
 
 
 def _kinds(found: Released, c: dict[str, Any]) -> None:
@@ -324,7 +330,8 @@ def nemo_contract(found: Released, config: dict[str, Any]) -> Released:
         )
     c["rope_parameters"] = {k: v for k, v in rope.items() if k not in extras}
     if c.get("is_causal") is None:
-        c["is_causal"] = False
+        # its JetSpec recipe trains causal blocks and stamps that there; its DFlash recipes do not
+        c["is_causal"] = bool((c.get("dflash_config") or {}).get("causal", False))
         c |= {
             "layer_types": [FULL] * int(c.get("num_hidden_layers") or 0),
             "use_sliding_window": False,
@@ -332,7 +339,7 @@ def nemo_contract(found: Released, config: dict[str, Any]) -> Released:
         }
         found.notes.append(
             f"exported by NeMo AutoModel 0.7.0: architectures {c.get('architectures')} is a class that engines do not have, is_causal is missing "
-            "(its DFlash recipes train bidirectional blocks) and so is the window it trained with"
+            f"({'its JetSpec recipe trains causal' if c['is_causal'] else 'its DFlash recipes train bidirectional'} blocks) and so is the window it trained with"
         )
         found.unstated["sliding_window"] = (
             "NeMo AutoModel 0.7.0 does not write the window it trained with: its recipe's draft_sliding_window, null where that is absent"
