@@ -400,7 +400,7 @@ class _Translation:
         self.take("recipe_args.max_grad_norm", {"optimizer.max_grad_norm": 0.0 if clip is None else clip})
         backend, key = self.fields["recipe_args.attention_backend"], "recipe_args.attention_backend"
         kinds = {"flex_attention": "auto", "sdpa": "dense", "eager": "dense"}
-        if backend not in kinds:
+        if not isinstance(backend, str) or backend not in kinds:
             self.refuse(key, f"must be one of {', '.join(kinds)}{nearest(str(backend), list(kinds))}")
         self.take(
             key,

@@ -42,6 +42,7 @@ DROPPED = ("verifier_norm.weight", "rotary_emb.inv_freq")  # the target's, or a 
 LEAKED = re.compile(
     r"linear_\w+|partial_rotary_factor|mtp_\w+|attn_output_gate|full_attention_interval|mlp_only_layers"
 )
+MOST_LAYERS = 10_000
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -138,6 +139,7 @@ def read_released(source: str, revision: str | None = None) -> Released:
     folder, revision = _locate(source, revision)
     config = read_config(folder)
     name = public_name(source)
+    refuse(name, _malformed(config))
     found = Released(
         name=name,
         folder=folder,
@@ -221,7 +223,7 @@ def _license(folder: Path) -> str | None:
 # ------------------------------------------------------------------------------------------------------------- the formats
 
 
-def _published(found: Released, config: dict[str, Any], *, block: dict[str, Any] | None = None) -> Released:
+def _published(found: Released, config: dict[str, Any]) -> Released:
     """Fill in what z-lab's reference assumes where a key is absent, and refuse what our layers do not compute."""
     c = dict(config)
     nested = c.get("dflash_config") or {}
@@ -230,7 +232,7 @@ def _published(found: Released, config: dict[str, Any], *, block: dict[str, Any]
             f"{found.name}: no DFlash drafter: architectures {c.get('architectures')} without a dflash_config; "
             "give a released DFlash or DFlash 2 drafter"
         )
-    nested = {**(block or {}), **{k: v for k, v in nested.items() if v is not None}}
+    nested = {k: v for k, v in nested.items() if v is not None}
     faults = [f"{k} = {c[k]}: {what}" for k, what in STRANGE.items() if not _neutral(c.get(k))]
     for key, value in nested.items():
         if key not in NESTED:
@@ -259,6 +261,26 @@ def _published(found: Released, config: dict[str, Any], *, block: dict[str, Any]
         found.unstated["mask_token_id"] = "its config.json names none"
     found.config = c
     return found
+
+
+def _malformed(config: dict[str, Any]) -> list[str]:
+    """Values of a type that the readers below rely on not meeting; `from_hf_config` looks at the others."""
+    objects = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
+    faults = [f"{k} = {config[k]!r}: must be an object" for k in objects if not isinstance(config.get(k) or {}, dict)]
+    if faults:
+        return faults
+    layers = config.get("transformer_layer_config") or config
+    for key in ("num_hidden_layers", "num_target_layers", "max_window_layers"):
+        value = layers.get(key, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_LAYERS:
+            faults.append(f"{key} = {value!r}: must be a whole number of layers")
+    nested = config.get("dflash_config") or {}
+    lists = [(config, "architectures", str), (layers, "layer_types", str), (nested, "target_layer_ids", int)]
+    for place, key, kind in [*lists, (config, "aux_hidden_state_layer_ids", int)]:
+        value = place.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(v, kind) for v in value)):
+            faults.append(f"{key} = {value!r}: must be a list of {kind.__name__}")
+    return faults
 
 
 def _neutral(value: Any) -> bool:
@@ -361,7 +383,11 @@ def _speculators(found: Released, config: dict[str, Any]) -> Released:
     if isinstance(stated.get("rope_parameters"), dict) and "partial_rotary_factor" in stated["rope_parameters"]:
         rotary.append("rope_parameters.partial_rotary_factor")
         stated["rope_parameters"] = {k: v for k, v in stated["rope_parameters"].items() if k != "partial_rotary_factor"}
-    layer = AutoConfig.for_model(model_type, **stated).to_dict()  # it saves only what differs from the class's defaults
+    try:  # it saves only what differs from the class's defaults
+        layer = AutoConfig.for_model(model_type, **stated).to_dict()
+    except Exception as error:  # of transformers' validators: several unrelated classes
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{found.name}: transformer_layer_config is no config of {model_type!r}: {reason}") from error
     if rotary:
         found.notes.append(f"{', '.join(rotary)}: dropped, as Speculators trains with RoPE over the whole head")
     ids = config.get("aux_hidden_state_layer_ids")

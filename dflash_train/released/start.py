@@ -143,7 +143,10 @@ def _lay_over(released: Released, own: DrafterConfig, given: set[str]) -> tuple[
                 f"drafter.init_from = {released.name}: set drafter.sliding_window to the window it was trained with, or to null for none; {why}"
             )
     if filled.get("sliding_window") is not None and "sliding_window" in released.unstated:
-        filled |= {"use_sliding_window": True, "layer_types": [SLIDING] * int(released.config["num_hidden_layers"])}
+        filled |= {
+            "use_sliding_window": True,
+            "layer_types": [SLIDING] * int(released.config.get("num_hidden_layers") or 0),
+        }
     if "is_causal" in filled and released.config.get("is_causal") != filled["is_causal"]:
         notes.append(
             f"{released.name}: drafter.is_causal = {filled['is_causal']} is not what the reference computes from it; step 0 is close to it, not equal"

@@ -466,3 +466,34 @@ def test_a_nemo_folder_that_states_its_contract_is_believed(tmp_path):
 def test_the_fixtures_of_the_reference_are_named_as_published():
     model = released_drafters.reference_drafter()
     assert released_drafters.tensors_of(model).keys() == random_tensors().keys()
+
+
+ODD = [None, True, 0, -1, 1.5, "x", [], ["a"], {"a": 1}, 10**30, "absent"]
+
+
+@pytest.mark.parametrize("base", ["published", "first form", "nemo", "speculators"])
+def test_whatever_stands_in_a_config_is_a_drafter_or_one_message(tmp_path, base):
+    """One key after another, each with values of every type."""
+    config = {
+        "published": published_config(**WINDOW, is_causal=False),
+        "first form": v1(),
+        "nemo": nemo(),
+        "speculators": speculators(),
+    }[base]
+    (tmp_path / "x").mkdir()
+    asked = recipe(tmp_path / "x", "drafter.sliding_window=16")
+    refused = 0
+    for place in (config, *(v for v in config.values() if isinstance(v, dict))):
+        for key, value in list(place.items()):
+            for odd in ODD:
+                if odd == "absent":
+                    del place[key]
+                else:
+                    place[key] = odd
+                (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+                try:
+                    derive(asked)
+                except ValueError:
+                    refused += 1
+                place[key] = value
+    assert refused > 50
