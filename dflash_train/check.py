@@ -34,6 +34,8 @@ from dflash_train.folder import (
     read_headers,
     read_json,
 )
+from dflash_train.released import nemo as repair
+from dflash_train.released.read import NEMO_CLASS
 from dflash_train.types import TargetInfo
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -263,7 +265,8 @@ class Rule:
 def _architecture(f: Facts) -> Any:
     need = ["DFlash2DraftModel" if f.two else "DFlashDraftModel"]
     have = f.config.get("architectures")
-    return have != need and f"{have}, must be {need}"
+    mend = " (an export of NeMo AutoModel; --fix mends it)" if str(have).startswith(f"['{NEMO_CLASS}") else ""
+    return have != need and f"{have}, must be {need}{mend}"
 
 
 def _block_twice(f: Facts) -> Any:
@@ -782,8 +785,10 @@ def main(argv: list[str] | None = None) -> int:
         metavar="LINE_OR_FILE",
         help="a launch line, or a file with one, a TensorRT-LLM YAML or a Modelfile: flags that contradict the drafter are faults",
     )
+    repair.add_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        repair.run(args)
         target = None
         if args.target:
             from dflash_train.target.info import read_target_info

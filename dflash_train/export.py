@@ -42,6 +42,7 @@ from dflash_train.folder import (
 )
 from dflash_train.licences import UNKNOWN, Decision, Source, card_licence, data_licences, decide, front_matter
 from dflash_train.push import Plan, push
+from dflash_train.released.nemo import nemo_style
 from dflash_train.types import TargetInfo
 
 # ---------------------------------------------------------------------------------------------------------------- writing
@@ -259,21 +260,21 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
     )
 
 
-LICENCES_FILE, INIT_FROM_FILE = "licences.json", "init_from.json"  # in a run's folder
+LICENCES_FILE = "licences.json"  # in a run's folder
 
 
 def find_licences(o: Outline) -> list[Source]:
-    """What target and data are licensed under, while both are at hand. Raises ValueError for licences that would forbid the export."""
+    """What target, initial drafter and data are licensed under, while they are at hand. Raises ValueError for licences that would forbid the export."""
     found = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
+    found += [o.start.released.licence] if o.start else []
     found += data_licences(source.path for source in located_sources(o.recipe.data.train, "train"))
     decide(found, o.recipe.export.license, owned=o.recipe.export.owned)
     return found
 
 
 def record_licences(o: Outline, found: list[Source]) -> None:
-    """Write them to <output_dir>/licences.json. Raises ValueError if they, with the drafter that this one begins from, forbid the export."""
+    """Write them to <output_dir>/licences.json."""
     _write_json(Path(o.recipe.output_dir) / LICENCES_FILE, {"sources": [asdict(source) for source in found]})
-    decide_licence(o)
 
 
 def decide_licence(o: Outline) -> Decision:
@@ -283,9 +284,6 @@ def decide_licence(o: Outline) -> Decision:
         sources = [Source(**source) for source in read_json(run / LICENCES_FILE)["sources"]]
     else:  # an export without its run
         sources = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
-    if (run / INIT_FROM_FILE).exists():
-        began = read_json(run / INIT_FROM_FILE)
-        sources.append(Source("init_from", public_name(str(began.get("name"))), began.get("license")))
     return decide(sources, export.license, owned=export.owned)
 
 
@@ -445,7 +443,17 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="push in spite of what `check` finds, an unknown licence or an unmeasured GGUF",
     )
+    commands.add_argument(
+        "--format",
+        choices=("engines", "nemo"),
+        default="engines",
+        help="nemo: as NeMo AutoModel consolidates, for its own tools; engines load the default (docs/nemo.md)",
+    )
     args = parse(commands, argv)
+    if args.push and args.format == "nemo":
+        raise ValueError(
+            f"--push {args.push}: pushes what engines load, which --format nemo is not; leave one of them out"
+        )
     if not args.push and (args.public or args.tag or args.gguf or args.dry_run or args.force):
         raise ValueError("--public, --tag, --gguf, --dry-run and --force belong to --push USER/NAME")
     as_it_is = (
@@ -456,8 +464,10 @@ def main(argv: list[str]) -> int:
     else:
         o, state, _, step = open_drafter(args.source, args.config, args.overrides)
         output = Path(args.output or o.recipe.export.output or Path(o.recipe.output_dir) / "export")
-        print(f"exported to {export_run(o, state, output, step=step)}")
-        print(summary(output, o))
+        written = export_run(o, state, output, step=step)
+        print(f"exported to {nemo_style(written) if args.format == 'nemo' else written}")
+        if args.format == "engines":
+            print(summary(output, o))
     if args.push:
         push_export(
             output, args.push, public=args.public, tag=args.tag, gguf=args.gguf, force=args.force, dry_run=args.dry_run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Terms:
 
 _FREE, _SHARE, _NC = Terms(), Terms(share_alike=True), Terms(non_commercial=True)
 _ND, _OWN = Terms(no_derivatives=True), Terms(own=True)
+_SAYS_ND = re.compile(r"(^|[-_. (])nd([-_. )]|$)|no[-_ ]?deriv", re.IGNORECASE)  # whatever else a name says
 LICENCES: dict[str, Terms] = {
     **dict.fromkeys((
         "apache-2.0", "mit", "bsd", "bsd-2-clause", "bsd-3-clause", "isc", "zlib", "unlicense", "wtfpl", "cc0-1.0", "pddl", "cc-by-2.0",
@@ -66,11 +67,13 @@ class Source:
 
     @property
     def key(self) -> str:
-        return (self.licence or UNKNOWN).strip().lower()
+        """The licence as the table spells it, without the name that a card gives to `other`."""
+        return (self.licence or UNKNOWN).partition(" (")[0].strip().lower()
 
     @property
     def terms(self) -> Terms:
-        return LICENCES.get(self.key, Terms(own=True, known=False))
+        terms = LICENCES.get(self.key, Terms(own=True, known=False))
+        return replace(terms, no_derivatives=True) if _SAYS_ND.search(self.licence or "") else terms
 
     def __str__(self) -> str:
         what = {"target": "the target", "init_from": "the drafter it began from", "data": "data"}[self.role]
@@ -162,7 +165,7 @@ def _derive(sources: list[Source]) -> tuple[str, list[str]]:
 def card_licence(path: str, *, data: bool = False) -> str | None:
     """The licence on the card of a model or (data) a data set: README.md of a local folder, else the Hub's; None where neither says one."""
     if Path(path).is_dir():
-        return _one(front_matter(Path(path) / "README.md").get("license"))
+        return _named(front_matter(Path(path) / "README.md"))
     if Path(path).is_absolute() or path.startswith("."):
         return None
     from huggingface_hub import DatasetCard, ModelCard
@@ -172,12 +175,16 @@ def card_licence(path: str, *, data: bool = False) -> str | None:
         found = front_matter_of((DatasetCard if data else ModelCard).load(path).content)
     except (HfHubHTTPError, EntryNotFoundError, LocalEntryNotFoundError, OSError, ValueError):
         return None  # said as "no licence found"
-    return _one(found.get("license"))
+    return _named(found)
 
 
-def _one(licence: Any) -> str | None:
-    """Cards may list several; a drafter made from them is bound by all."""
-    return " and ".join(map(str, licence)) if isinstance(licence, list) and licence else licence and str(licence)
+def _named(card: dict[str, Any]) -> str | None:
+    """Cards may list several; a drafter made from them is bound by all. The name that a card gives to `other` stands in brackets."""
+    licence = card.get("license")
+    if not licence:
+        return None
+    text = " and ".join(map(str, licence)) if isinstance(licence, list) else str(licence)
+    return f"{text} ({card['license_name']})" if card.get("license_name") else text
 
 
 def front_matter(path: Path) -> dict[str, Any]:
@@ -187,10 +194,11 @@ def front_matter(path: Path) -> dict[str, Any]:
 
 def front_matter_of(text: str) -> dict[str, Any]:
     """The YAML at the head of a card's text; empty where there is none or where it is broken."""
-    if not text.startswith("---\n"):
+    matter = re.match(r"\s*---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", text, re.DOTALL)
+    if not matter:
         return {}
     try:
-        found = yaml.safe_load(text[4:].split("\n---", 1)[0])
+        found = yaml.safe_load(matter[1])
     except yaml.YAMLError:
         return {}
     return found if isinstance(found, dict) else {}

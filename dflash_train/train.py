@@ -147,6 +147,7 @@ def start(recipe: Recipe) -> Run:
         read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
+    recipe = o.recipe  # with what it took from drafter.init_from
     stream = build_stream(o)
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
@@ -184,14 +185,16 @@ def start(recipe: Recipe) -> Run:
     if ranks.is_rank0():
         folder.mkdir(parents=True, exist_ok=True)
         recipe.provenance = provenance()
-        if not saved:  # what an earlier run here measured must not end up on this one's model card
-            for name in ("evaluation.json", "client.json"):
+        if not saved:  # what an earlier run here measured or began from is not this one's
+            for name in ("evaluation.json", "client.json", "init_from.json"):
                 (folder / name).unlink(missing_ok=True)
         if saved:  # the first start stays on record
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         (folder / "config.yaml").write_text(to_yaml(recipe))
         write_certificate(certificate, folder / CERTIFICATE)
+        if o.start:
+            o.start.write(folder, o.start_hash)
         record_licences(o, licences)
         (folder / "notes.json").write_text(json.dumps(stream.examples.kept.origin))  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_train.card import CardFacts
 from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes
-from dflash_train.export import CardFacts, write_export
+from dflash_train.export import write_export
 from dflash_train.types import TargetInfo
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]

@@ -17,6 +17,7 @@ LAYERS = [
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
     {"method", "folder", "dashboard", "engines", "licences", "push"},
+    {"released"},
     {"build", "walk", "card"},
     {"generation"},
     {"regenerate", "client", "check"},

@@ -40,7 +40,7 @@ def data(licence, name="acme/rows"):
         ([target("cc-by-nd-4.0")], "other"),
         ([target(None)], UNKNOWN),
         ([target("apache-2.0"), data("my-own-licence")], UNKNOWN),
-        ([target("apache-2.0"), began(None)], UNKNOWN),
+        ([target("apache-2.0"), began(None)], UNKNOWN), ([target("other (acme)"), data("mit")], "other"),
     ],
 )  # fmt: skip
 def test_the_strictest_wins(sources, licence):
@@ -104,7 +104,7 @@ def test_licences_of_data_are_read_from_the_rows(tmp_path):
     ("text", "licence"),
     [
         ("---\nlicense: apache-2.0\n---\n# x", "apache-2.0"), ("---\nlicense: [mit, gpl-3.0]\n---\n", "mit and gpl-3.0"), ("# no front matter", None),
-        ("---\nlicense: [\n---\n", None), ("---\n- a\n---\n", None),
+        ("---\nlicense: [\n---\n", None), ("---\n- a\n---\n", None), ("\n--- \nlicense: other\nlicense_name: acme\n---", "other (acme)"),
     ],
 )  # fmt: skip
 def test_licence_of_a_card(tmp_path, text, licence):
@@ -118,7 +118,8 @@ def test_a_run_records_licences_and_its_card_follows(overfitted, tmp_path):
     recorded = json.loads((run / "licences.json").read_text())["sources"]
     assert recorded == [{"role": "target", "name": recorded[0]["name"], "licence": None}]
     assert front_matter(overfitted.export / "README.md")["license"] == UNKNOWN
-    (run / "init_from.json").write_text(json.dumps({"name": "z-lab/some", "license": "cc-by-nc-nd-4.0"}))
+    spoilt = {"role": "init_from", "name": "z-lab/some", "licence": "cc-by-nc-nd-4.0"}
+    (run / "licences.json").write_text(json.dumps({"sources": [*recorded, spoilt]}))
     try:
         code, _, err = toys.call(export.main, run, "--output", tmp_path / "out")
         assert code == 2 and "z-lab/some" in err and not (tmp_path / "out").exists()
@@ -129,7 +130,7 @@ def test_a_run_records_licences_and_its_card_follows(overfitted, tmp_path):
         assert front_matter(tmp_path / "out" / "README.md")["license"] == "mit"
         assert "rules of: SGLang 0.5.23" in out and "--target-model-dir" in out
     finally:
-        (run / "init_from.json").unlink()
+        (run / "licences.json").write_text(json.dumps({"sources": recorded}))
 
 
 def test_a_licence_that_forbids_the_export_is_found_before_the_first_step(overfitted, tmp_path):
