@@ -40,7 +40,7 @@ PRE_TOKENIZERS = {
 }
 # Runs llama.cpp's converter: a pre-tokenizer that it does not know gets the name in the first argument.
 RUN = """
-import runpy, sys
+import json, runpy, sys
 name, sys.argv = sys.argv[1], sys.argv[2:]
 from conversion.base import TextModel
 by_hash = TextModel.get_vocab_base_pre
@@ -52,7 +52,10 @@ def get_vocab_base_pre(self, tokenizer):
             raise
         return name
 TextModel.get_vocab_base_pre = get_vocab_base_pre
-runpy.run_path(sys.argv[0], run_name="__main__")
+converter = sys.argv[0]
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = [converter, *arguments]
+    runpy.run_path(converter, run_name="__main__")
 """
 # llama.cpp's name of each of our tensors; a layer's begin with blk.N. there.
 OUTSIDE = {
@@ -76,18 +79,21 @@ LAYER = {
 
 
 def convert(
-    folder: Path, output: Path, *, outtype: str, tokenizer_from: Path | None = None, pre_tokenizer: str | None = None
+    outputs: dict[Path, Path], *, outtype: str, tokenizer_from: Path | None = None, pre_tokenizer: str | None = None
 ) -> None:
-    """Run llama.cpp's converter on a model folder; tokenizer_from: the target, where `folder` is a drafter.
+    """Run llama.cpp's converter on model folders, in one process; tokenizer_from: the target, where they are drafters.
 
     Raises ValueError with what the converter said last.
     """
     source = fetch()
-    name = pre_tokenizer or same_pre_tokenizer(tokenizer_from or folder) or ""
-    command = [sys.executable, "-c", RUN, name, str(source / CONVERTER), str(folder.resolve()), "--outtype", outtype,
-               "--outfile", str(output.resolve())]  # fmt: skip
-    if tokenizer_from is not None:
-        command += ["--target-model-dir", str(tokenizer_from.resolve())]
+    jobs = []
+    for folder, output in outputs.items():
+        job = [str(folder.resolve()), "--outtype", outtype, "--outfile", str(output.resolve())]
+        if tokenizer_from is not None:
+            job += ["--target-model-dir", str(tokenizer_from.resolve())]
+        jobs.append(job)
+    name = pre_tokenizer or same_pre_tokenizer(tokenizer_from or next(iter(outputs))) or ""
+    command = [sys.executable, "-c", RUN, name, str(source / CONVERTER), json.dumps(jobs)]
     paths = [str(source), str(source / "gguf-py"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, env=environment, cwd=source, capture_output=True, text=True)
@@ -99,7 +105,7 @@ def convert(
         remedy = "install what it needs: pip install 'dflash-train[serving]'"
     elif "pre-tokenizer was not recognized" in done.stderr:
         remedy = "if the target's tokenizer splits text as a known one does, name that with --pre-tokenizer"
-    raise ValueError(f"{folder}: llama.cpp's converter failed ({last[0]}); {remedy}")
+    raise ValueError(f"{', '.join(map(str, outputs))}: llama.cpp's converter failed ({last[0]}); {remedy}")
 
 
 def same_pre_tokenizer(folder: Path) -> str | None:
@@ -290,28 +296,33 @@ def local_target(path: str, *, weights: bool) -> Path:
     return Path(snapshot_download(path, allow_patterns=None if weights else ["*.json", "*.model", "*.jinja", "*.txt"]))
 
 
-def convert_drafter(
-    folder: Path, target: Path, output: Path, *, outtype: str, pre_tokenizer: str | None = None
-) -> GGUF:
-    """Write a drafter's GGUF file, if what is read back of it is whole. Raises ValueError or CheckFailed; then nothing is written."""
-    report = check(folder, read_target_info(str(target)))
-    if report.faults:
-        raise ValueError(f"{folder}: not a drafter that engines load:\n{report.text()}")
-    spec, tensors, _ = load_drafter_folder(folder)
-    with Building(output) as building:
-        convert(folder, building, outtype=outtype, tokenizer_from=target, pre_tokenizer=pre_tokenizer)
-        file = read_gguf(building)
-        wrong = faults(file, spec, tensors, target)
-        if wrong:
-            raise CheckFailed(f"{folder}: the converted file is not the drafter:\n  " + "\n  ".join(wrong))
-    return file
+def convert_drafters(
+    outputs: dict[Path, Path], target: Path, *, outtype: str, pre_tokenizer: str | None = None
+) -> list[GGUF]:
+    """Write the GGUF files of drafter folders, if what is read back is whole. Raises ValueError or CheckFailed; then nothing is written."""
+    loaded = {}
+    for folder in outputs:
+        report = check(folder, read_target_info(str(target)))
+        if report.faults:
+            raise ValueError(f"{folder}: not a drafter that engines load:\n{report.text()}")
+        loaded[folder] = load_drafter_folder(folder)
+    files = []
+    with Building(list(outputs.values())) as building:
+        places = dict(zip(outputs, building))
+        convert(places, outtype=outtype, tokenizer_from=target, pre_tokenizer=pre_tokenizer)
+        for folder, place in places.items():
+            files.append(read_gguf(place))
+            wrong = faults(files[-1], *loaded[folder][:2], target)
+            if wrong:
+                raise CheckFailed(f"{folder}: the converted file is not the drafter:\n  " + "\n  ".join(wrong))
+    return files
 
 
 def convert_target(target: Path, output: Path, *, outtype: str, pre_tokenizer: str | None = None) -> GGUF:
     """The same for the target; of its tensors only the layers and the embedding's shape are checked."""
-    with Building(output) as building:
-        convert(target, building, outtype=outtype, pre_tokenizer=pre_tokenizer)
-        file = read_gguf(building, values=False)
+    with Building([output]) as (place,):
+        convert({target: place}, outtype=outtype, pre_tokenizer=pre_tokenizer)
+        file = read_gguf(place, values=False)
         wrong = target_faults(file, target)
         if wrong:
             raise CheckFailed(f"{target}: the converted file is not the target:\n  " + "\n  ".join(wrong))
@@ -319,20 +330,22 @@ def convert_target(target: Path, output: Path, *, outtype: str, pre_tokenizer: s
 
 
 class Building:
-    """A file beside `output` that becomes it if nothing is raised, and is removed otherwise."""
+    """Files beside `outputs` that become them if nothing is raised, and are removed otherwise."""
 
-    def __init__(self, output: Path):
-        self.output = output
-        self.path = output.with_name(f".{output.name}.writing-{os.getpid()}")
+    def __init__(self, outputs: list[Path]):
+        self.outputs = outputs
+        self.places = [output.with_name(f".{output.name}.writing-{os.getpid()}") for output in outputs]
 
-    def __enter__(self) -> Path:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        return self.path
+    def __enter__(self) -> list[Path]:
+        for output in self.outputs:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        return self.places
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.path.replace(self.output)
-        self.path.unlink(missing_ok=True)
+        for place, output in zip(self.places, self.outputs):
+            if kind is None:
+                place.replace(output)
+            place.unlink(missing_ok=True)
 
 
 def summary(path: Path, file: GGUF) -> str:
@@ -352,7 +365,8 @@ def main(argv: list[str]) -> int:
     args = parse(commands, argv)
     target = local_target(args.target, weights=args.with_target is not None)
     options = {"outtype": args.outtype, "pre_tokenizer": args.pre_tokenizer}
-    print(summary(args.output, convert_drafter(Path(args.drafter), target, args.output, **options)))
+    (file,) = convert_drafters({Path(args.drafter): args.output}, target, **options)
+    print(summary(args.output, file))
     if args.with_target is not None:
         print(summary(args.with_target, convert_target(target, args.with_target, **options)))
     return 0
