@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fetch_llama_cpp import CONVERTER, fetch
 
 from dflash_train.assets import resolve
-from dflash_train.check import check
+from dflash_train.check import ALL, check
 from dflash_train.config.load import CheckFailed, parse, run_command
 from dflash_train.drafter.spec import SLIDING, DrafterSpec
 from dflash_train.folder import load_drafter_folder
@@ -302,9 +302,10 @@ def convert_drafters(
     """Write the GGUF files of drafter folders, if what is read back is whole. Raises ValueError or CheckFailed; then nothing is written."""
     loaded = {}
     for folder in outputs:
-        report = check(folder, read_target_info(str(target)))
-        if report.faults:
-            raise ValueError(f"{folder}: not a drafter that engines load:\n{report.text()}")
+        found = check(folder, read_target_info(str(target))).faults
+        found = [f.message for f in found if f.engines == ALL or "llama.cpp" in f.engines]
+        if found:
+            raise ValueError(f"{folder}: llama.cpp could not use it:\n  " + "\n  ".join(found))
         loaded[folder] = load_drafter_folder(folder)
     files = []
     with Building(list(outputs.values())) as building:
