@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import convert_gguf
 
 from dflash_train.assets import resolve
+from dflash_train.client import NEAR_TIE
 from dflash_train.config.load import parse, run_command
 from dflash_train.config.schema import ObjectiveConfig, Precision, TargetConfig
 from dflash_train.data.chat import load_tokenizer, prompt_ids
@@ -48,7 +49,6 @@ from dflash_train.target.hf import HFTarget, stop_ids
 
 WORKERS = Path(__file__).resolve().parent / "engines"
 BASE = "as exported"
-NEAR_TIE = 1e-3  # of the score: what the order of additions may do in fp32, and more than it was ever seen to
 
 
 # ---------------------------------------------------------------------------------------------------------------- engines

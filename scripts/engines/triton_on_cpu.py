@@ -22,7 +22,14 @@ class CPUDriver:
     class utils:  # noqa: N801  (an attribute of that name is looked up)
         @staticmethod
         def get_device_properties(device: int) -> dict[str, int]:
-            names = ("max_num_regs", "multiprocessor_count", "warpSize", "sm_clock_rate", "mem_clock_rate", "mem_bus_width")
+            names = (
+                "max_num_regs",
+                "multiprocessor_count",
+                "warpSize",
+                "sm_clock_rate",
+                "mem_clock_rate",
+                "mem_bus_width",
+            )
             return {name: 1 for name in names} | {"max_shared_mem": 2**20}
 
     @staticmethod
