@@ -256,7 +256,7 @@ def tokenizer_faults(file: GGUF, target: Path) -> list[str]:
     found = [] if len(tokens) == size else [f"its tokenizer has {len(tokens)} tokens, the target's vocabulary {size}"]
     kind = file.fields.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        spelled = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        spelled = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
         added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         wrong = [i for i, (ours, theirs) in enumerate(zip(spelled, tokens)) if added.get(i, ours) != theirs]
         if wrong:
@@ -357,17 +357,22 @@ def summary(path: Path, file: GGUF) -> str:
 
 def main(argv: list[str]) -> int:
     commands = argparse.ArgumentParser(prog="python scripts/convert_gguf.py", description=__doc__.split("\n\n")[0])
-    commands.add_argument("drafter", help="folder of an exported drafter")
+    commands.add_argument(
+        "drafter", nargs="?", help="folder of an exported drafter; may be left out with --with-target"
+    )
     commands.add_argument("--target", required=True, help="folder or Hub id of its target, or embedded")
-    commands.add_argument("--output", required=True, type=Path, help="file to write")
+    commands.add_argument("--output", type=Path, help="file to write the drafter to")
     commands.add_argument("--outtype", default="bf16", choices=OUTTYPES, help="type of the matrices (default: bf16)")
     commands.add_argument("--with-target", type=Path, metavar="FILE", help="convert the target too, to this file")
     commands.add_argument("--pre-tokenizer", metavar="NAME", help="llama.cpp's name of the target's pre-tokenizer, where its converter does not recognise it")  # fmt: skip
     args = parse(commands, argv)
+    if (args.drafter is None) != (args.output is None) or (args.drafter is None and args.with_target is None):
+        raise ValueError("name a drafter with --output FILE, or only the target with --with-target FILE")
     target = local_target(args.target, weights=args.with_target is not None)
     options = {"outtype": args.outtype, "pre_tokenizer": args.pre_tokenizer}
-    (file,) = convert_drafters({Path(args.drafter): args.output}, target, **options)
-    print(summary(args.output, file))
+    if args.drafter is not None:
+        (file,) = convert_drafters({Path(args.drafter): args.output}, target, **options)
+        print(summary(args.output, file))
     if args.with_target is not None:
         print(summary(args.with_target, convert_target(target, args.with_target, **options)))
     return 0

@@ -344,7 +344,8 @@ def their_rounds(
 
 
 def compare(name: str, variant: str, did: dict[str, Any], work: Work, ours: Ours) -> dict[str, Any]:
-    """Counts of one engine with one drafter."""
+    """Counts of one engine with one drafter. telling: proposals (prompts, where an engine tells only counts) in which this config and that of
+    the export differ, so that an engine which ignored the difference would be found out."""
     engine, texts = ENGINES[name], list(zip(work.prompts, work.texts))
     row: dict[str, Any] = {"engine": name, "variant": variant, "loaded": did["loaded"], "prompts": len(texts)}
     answers = did.get("answers")
@@ -357,7 +358,10 @@ def compare(name: str, variant: str, did: dict[str, Any], work: Work, ours: Ours
         theirs = [[tuple(r) for r in rounds] for rounds in did["rounds"]]
         row["accepted"] = sum(accepted for rounds in theirs for _, accepted in rounds)
         row["rounds"] = sum(map(len, theirs))
-        row["rounds_identical"] = sum([(len(r.drafted), r.accepted) for r in m] == t for m, t in zip(mine, theirs))
+        counts = [[(len(r.drafted), r.accepted) for r in rounds] for rounds in mine]
+        row["rounds_identical"] = sum(m == t for m, t in zip(counts, theirs))
+        base = [ours.rounds(BASE, text, len(p["ids"]), engine) for p, text in texts]
+        row["telling"] = sum(m != [(len(r.drafted), r.accepted) for r in b] for m, b in zip(counts, base))
         return row
     counted = {"proposals": 0, "identical": 0, "near_ties": 0, "telling": 0}
     in_ring = {"proposals": 0, "identical": 0}

@@ -60,7 +60,6 @@ def load_sglang() -> Any:
     """SGLang's module of DFlash drafters, for one process without a GPU."""
     import transformers
     import triton_on_cpu  # noqa: F401
-
     import tvm_ffi  # noqa: F401
 
     # These two before the stand-ins, so that they see what is really installed.
@@ -165,7 +164,7 @@ def propose(
 def not_loaded(model: Any, weights: dict[str, torch.Tensor]) -> list[str]:
     """Tensors of the folder that are not in the model as they are; SGLang says nothing of those that it does not find."""
     own = dict(model.named_parameters())
-    for n, layer in enumerate(model.layers):
+    for n in range(len(model.layers)):
         for fused, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
             at, whole = 0, own[f"layers.{n}.{fused}.weight"]
             for part in parts:
