@@ -130,13 +130,19 @@ class GGUF:
     tensors: dict[str, np.ndarray]
 
 
-def read_gguf(path: Path, *, values: bool = True) -> GGUF:
-    """Read by llama.cpp's own library. Without `values` the arrays are empty ones of the right shape. Raises ValueError."""
-    library = str(fetch() / "gguf-py")
-    if library not in sys.path:
-        sys.path.insert(0, library)
+def library() -> Any:
+    """llama.cpp's own module for these files, of the converter's version."""
+    folder = str(fetch() / "gguf-py")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     import gguf
 
+    return gguf
+
+
+def read_gguf(path: Path, *, values: bool = True) -> GGUF:
+    """A file as it is written. Without `values` the arrays are empty ones of the right shape. Raises ValueError."""
+    gguf = library()
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
@@ -152,6 +158,27 @@ def read_gguf(path: Path, *, values: bool = True) -> GGUF:
         types={t.name: t.tensor_type.name for t in reader.tensors},
         tensors=tensors,
     )
+
+
+def requantise(source: Path, output: Path, kind: str) -> None:
+    """Copy a GGUF file in fp32 with its matrices in another type of blocks of 32, which the converter does not write: q4_0, q5_0, ..."""
+    gguf = library()
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(output, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+    for t in reader.tensors:
+        matrix = t.data.ndim == 2 and t.data.shape[1] % 32 == 0
+        writer.add_tensor(
+            t.name, gguf.quantize(t.data, wanted) if matrix else t.data, raw_dtype=wanted if matrix else None
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def faults(file: GGUF, spec: DrafterSpec, tensors: dict[str, torch.Tensor], target: Path) -> list[str]:

@@ -326,6 +326,45 @@ def ggufs(work: Work) -> dict[str, dict[str, str]]:
     return {n: {"target": str(target), "drafter": str(outputs[f])} for n, f in work.drafters.items()}
 
 
+def stored_as(work: Work, ours: Ours, kinds: list[str]) -> list[dict[str, Any]]:
+    """llama.cpp with the drafter in other types (the target stays in fp32): what rounding the drafter costs in accepted tokens."""
+    folder = work.drafters[BASE]
+    target, whole = work.folder / "target.gguf", work.folder / "whole.gguf"
+    if not target.exists():
+        convert_gguf.convert_target(work.target, target, outtype="f32")
+    files = {}
+    for kind in kinds:
+        output = work.folder / f"stored-{kind}.gguf"
+        if kind in convert_gguf.OUTTYPES:
+            convert_gguf.convert_drafters({folder: output}, work.target, outtype=kind)
+        else:
+            if not whole.exists():
+                convert_gguf.convert_drafters({folder: whole}, work.target, outtype="f32")
+            convert_gguf.requantise(whole, output, kind)
+        files[kind] = {"target": str(target), "drafter": str(output)}
+    did = run_worker("llama.cpp", work, ours, files)
+    rows = []
+    for kind, result in did["drafters"].items():
+        tokens, rounds = sum(p["max_new_tokens"] - 1 for p in work.prompts), 0
+        for answer, found in zip(result["answers"], result["rounds"], strict=True):
+            rounds += (
+                len(answer) - 1 - sum(accepted for _, accepted in found)
+            )  # every pass gives one token of the target's own
+        rows.append(
+            {
+                "type": kind,
+                "mebibytes": round(Path(files[kind]["drafter"]).stat().st_size / 2**20, 2),
+                "drafted": sum(drafted for found in result["rounds"] for drafted, _ in found),
+                "accepted": sum(accepted for found in result["rounds"] for _, accepted in found),
+                "tau": round(tokens / rounds, 3),
+                "texts_identical": sum(
+                    a == t[len(p["ids"]) :] for a, p, t in zip(result["answers"], work.prompts, work.texts)
+                ),
+            }
+        )
+    return rows
+
+
 # ------------------------------------------------------------------------------------------------------------- comparison
 
 
@@ -448,6 +487,13 @@ def markdown(report: dict[str, Any]) -> str:
         cells = [row["engine"], row["variant"], "yes" if row["loaded"] else "NO", *drafted,
                  f"{row['accepted']} / {row['our_accepted']}", f"{row['rounds_identical']} of {row['prompts']}", same]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    if report.get("stored_as"):
+        lines += [
+            "",
+            "| drafter as | MiB | drafted | accepted | tau | texts identical |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in report["stored_as"]]
     return "\n".join(lines) + "\n"
 
 
@@ -473,9 +519,12 @@ def main(argv: list[str]) -> int:
     commands.add_argument("--prompts-from", default="embedded", help="JSONL of prompts, or embedded: the demo's, of which the drafter has seen the answers")  # fmt: skip
     commands.add_argument("--max-new-tokens", type=int, default=128)
     commands.add_argument("--variants", default="", help="comma-separated, or all; besides the config as exported")
+    commands.add_argument(
+        "--gguf-types", default="", help="also the drafter in these types in llama.cpp: f32, bf16, f16, q8_0, q4_0"
+    )
     commands.add_argument("--output", type=Path, default=Path("outputs/engines"), help="folder to write")
     args = parse(commands, argv)
-    engines = args.engines.split(",")
+    engines = [name for name in args.engines.split(",") if name]
     unknown = set(engines) - ENGINES.keys()
     if unknown:
         raise ValueError(f"--engines: {', '.join(sorted(unknown))} is none of {', '.join(ENGINES)}")
@@ -488,6 +537,8 @@ def main(argv: list[str]) -> int:
             Path(args.drafter), target, prompts, Path(folder), count=args.prompts, most=args.max_new_tokens, which=which
         )
         report = roundtrip(work, ours, engines)
+        if args.gguf_types:
+            report["stored_as"] = stored_as(work, ours, args.gguf_types.split(","))
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "engines.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.output / "engines.md").write_text(markdown(report))
