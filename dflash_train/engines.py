@@ -186,7 +186,8 @@ LLAMA_CPP = Engine(
     quantised="GGUF types; the only files in fewer bits that an engine was seen to load",
     draft="--spec-draft-n-max $k1 (more is cut to that)",
     launch=(
-        Launch("bash", """python convert_hf_to_gguf.py DRAFTER_FOLDER --target-model-dir TARGET_FOLDER --outfile drafter.gguf
+        Launch("bash", """# in a checkout of dflash-train; or llama.cpp's convert_hf_to_gguf.py DRAFTER_FOLDER --target-model-dir TARGET_FOLDER --outfile drafter.gguf
+python scripts/convert_gguf.py DRAFTER_FOLDER --target TARGET_FOLDER --output drafter.gguf --with-target target.gguf
 llama-server -m target.gguf -md $gguf --spec-type draft-dflash --spec-draft-n-max $k1"""),
         Launch("bash", "llama-server -m target.gguf -hfd $draft-GGUF --spec-type draft-dflash --spec-draft-n-max $k1"),
     ),

@@ -317,7 +317,7 @@ def summary(folder: Path, o: Outline) -> str:
     """What to do with an export: what `check` finds, by the rules of which versions, and how it becomes a GGUF."""
     s = serving(o.spec, target=public_name(o.info.path), draft=str(folder), family=o.info.model_type)
     versions = ", ".join(f"{e.name} {e.version}" for e in ENGINES if e is not SPLASH)
-    convert = f"python convert_hf_to_gguf.py {folder} --target-model-dir {o.target_path} --outfile {folder.name}.gguf"
+    convert = f"python scripts/convert_gguf.py {folder} --target {o.recipe.target.path} --output {folder.name}.gguf"
     report = check(folder, o.info)
     found = [f"  {f.rule} - {f.engines}: {f.message}" for f in report.faults]
     lines = ["check: no faults" if not found else "check: " + "\n".join(["faults", *found])]

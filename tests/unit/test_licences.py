@@ -128,7 +128,7 @@ def test_a_run_records_licences_and_its_card_follows(overfitted, tmp_path):
         )
         assert code == 0, err
         assert front_matter(tmp_path / "out" / "README.md")["license"] == "mit"
-        assert "rules of: SGLang 0.5.23" in out and "--target-model-dir" in out
+        assert "rules of: SGLang 0.5.23" in out and "scripts/convert_gguf.py" in out
     finally:
         (run / "licences.json").write_text(json.dumps({"sources": recorded}))
 
