@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +137,7 @@ class Ours:
         self.target = HFTarget.load(config, str(target), layer_ids, torch.device("cpu"))
         self.steps: dict[str, DraftStep] = {}
         self.features: dict[tuple[int, ...], torch.Tensor] = {}
+        self.walked: dict[tuple[Any, ...], list[Round]] = {}
 
     def add(self, name: str, folder: Path) -> None:
         spec, tensors, _ = load_drafter_folder(folder)
@@ -198,28 +200,25 @@ class Ours:
 
     def rounds(self, name: str, ids: list[int], prompt: int, engine: Engine) -> list[Round]:
         """The rounds that decoding takes to the end of the text, by the engine's way of filling the token budget."""
-        size, session, at, found = (
-            self.steps[name].drafter.spec.block_size,
-            DraftSession(self.steps[name].drafter),
-            prompt,
-            [],
-        )
+        key = (name, tuple(ids), prompt, engine.cut, engine.reserve)
+        if key not in self.walked:
+            self.walked[key] = list(self._rounds(name, ids, prompt, engine))
+        return self.walked[key]
+
+    @torch.inference_mode()
+    def _rounds(self, name: str, ids: list[int], at: int, engine: Engine) -> Iterator[Round]:
+        step, session = self.steps[name], DraftSession(self.steps[name].drafter)
+        size = step.drafter.spec.block_size
         while at < len(ids) - 1:
             remaining = len(ids) - 1 - at
             slots = min(size, remaining + 1) if engine.cut else size
             hidden = self.hidden(name, ids, at, slots, session)
-            with torch.inference_mode():
-                drafted = (
-                    propose(self.steps[name], hidden, torch.tensor([ids[at]]), Sampling(), None)
-                    .token_ids_NS[0]
-                    .tolist()
-                )
+            drafted = propose(step, hidden, torch.tensor([ids[at]]), Sampling(), None).token_ids_NS[0].tolist()
             drafted = drafted[: remaining - engine.reserve] if engine.reserve else drafted
             accepted = agreeing(drafted, ids[at + 1 :])
             if drafted:
-                found.append(Round(at, slots, drafted, accepted))
+                yield Round(at, slots, drafted, accepted)
             at += accepted + 1
-        return found
 
 
 def agreeing(drafted: list[int], said: list[int]) -> int:

@@ -17,7 +17,7 @@ from dflash_train.train import train
 roundtrip = toys.script("engine_roundtrip", "scripts")
 pytestmark = pytest.mark.slow
 
-PROMPTS, TOKENS = 8, 32
+PROMPTS, TOKENS = 6, 28
 VARIANTS = ["window - 1", "window + 1", "full", "mixed", "causal", "softcap", "multiplier", "embedding scale"]
 # MLX takes the longest; what it does with a window is counted by the script.
 MLX = [roundtrip.BASE, "full"]
@@ -27,9 +27,9 @@ MLX = [roundtrip.BASE, "full"]
 def drafter(tmp_path_factory):
     """A drafter for the embedded target that has learned its answers to half of the prompts; windows of 16."""
     folder = tmp_path_factory.mktemp("engines")
-    knobs = [f"output_dir={folder}/run", "regenerate.limit=4", f"regenerate.output={folder}/rows.jsonl", "regenerate.max_new_tokens=48",
-             f"data.train=[{folder}/rows.jsonl]", "data.heldout=[]", "drafter.sliding_window=16", "train.max_steps=60",
-             "train.log_every_steps=30", "evaluate.client=off", "track.progress=false"]  # fmt: skip
+    knobs = [f"output_dir={folder}/run", "regenerate.limit=3", f"regenerate.output={folder}/rows.jsonl", "regenerate.max_new_tokens=48",
+             f"data.train=[{folder}/rows.jsonl]", "data.heldout=[]", "drafter.sliding_window=16", "train.max_steps=50",
+             "train.log_every_steps=25", "evaluate.client=off", "track.progress=false"]  # fmt: skip
     recipe = load_recipe("demo", knobs)
     regenerate(recipe)
     return train(recipe)
