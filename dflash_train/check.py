@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dflash_train.assets import resolve
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 from dflash_train.engines import ENGINES, Engine, Serving, contradictions, fill, settings, splash_difference
 from dflash_train.folder import (
@@ -778,7 +779,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m dflash_train.check", description="What each engine makes of a drafter folder."
     )
     parser.add_argument("folder", type=Path, help="folder with config.json and model.safetensors")
-    parser.add_argument("--target", help="hub id or folder of the target; adds the checks that need it")
+    parser.add_argument("--target", help="hub id or folder of the target, or embedded; adds the checks that need it")
     parser.add_argument("--revision", help="hub revision of the target")
     parser.add_argument(
         "--launch",
@@ -793,7 +794,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.target:
             from dflash_train.target.info import read_target_info
 
-            target = read_target_info(args.target, args.revision)
+            target = read_target_info(resolve(args.target, "target"), args.revision)
         launch = args.launch
         if launch is not None and "\n" not in launch and len(launch) < 4096 and Path(launch).is_file():
             launch = Path(launch).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ own forward at the same anchor; where an engine tells only how many of them it a
 same weights under another config.json (window W - 1 and W + 1, full and mixed layers, causal, softcap, ...): whether an engine does
 what the config says, whatever that is. vLLM and SGLang need an environment of their own (`install_rivals.py vllm FOLDER`).
 
-Writes <output>/engines.json and engines.md. Exit code 1 if an engine does not do what it must (`required`).
+Writes <output>/engines.json and engines.md, with --gguf-types also the files and their measured.json. Exit code 1 if an engine does not do what it must (`required`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from dflash_train.data.read import read_conversations
 from dflash_train.drafter.decode import DraftSession
 from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import FULL, SLIDING
+from dflash_train.export import MEASURED, gguf_measured
 from dflash_train.folder import load_drafter_folder, read_config
 from dflash_train.generation.single import plain_decode
 from dflash_train.generation.speculative import propose
@@ -325,22 +326,26 @@ def ggufs(work: Work) -> dict[str, dict[str, str]]:
     return {n: {"target": str(target), "drafter": str(outputs[f])} for n, f in work.drafters.items()}
 
 
-def stored_as(work: Work, ours: Ours, kinds: list[str]) -> list[dict[str, Any]]:
-    """llama.cpp with the drafter in other types (the target stays in fp32): what rounding the drafter costs in accepted tokens."""
+def stored_as(work: Work, ours: Ours, kinds: list[str], output: Path, name: str) -> list[dict[str, Any]]:
+    """llama.cpp with the drafter in other types (the target stays in fp32): what rounding the drafter costs in accepted tokens.
+
+    The files stay in `output` as <name>-<TYPE>.gguf, what was measured of them beside them, as `export --push --gguf` wants it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
     folder = work.drafters[BASE]
     target, whole = work.folder / "target.gguf", work.folder / "whole.gguf"
     if not target.exists():
         convert_gguf.convert_target(work.target, target, outtype="f32")
     files = {}
     for kind in kinds:
-        output = work.folder / f"stored-{kind}.gguf"
+        file = output / f"{name}-{kind.upper()}.gguf"
         if kind in convert_gguf.OUTTYPES:
-            convert_gguf.convert_drafters({folder: output}, work.target, outtype=kind)
+            convert_gguf.convert_drafters({folder: file}, work.target, outtype=kind)
         else:
             if not whole.exists():
                 convert_gguf.convert_drafters({folder: whole}, work.target, outtype="f32")
-            convert_gguf.requantise(whole, output, kind)
-        files[kind] = {"target": str(target), "drafter": str(output)}
+            convert_gguf.requantise(whole, file, kind)
+        files[kind] = {"target": str(target), "drafter": str(file)}
     did = run_worker("llama.cpp", work, ours, files)
     rows = []
     for kind, result in did["drafters"].items():
@@ -355,12 +360,26 @@ def stored_as(work: Work, ours: Ours, kinds: list[str]) -> list[dict[str, Any]]:
                 "mebibytes": round(Path(files[kind]["drafter"]).stat().st_size / 2**20, 2),
                 "drafted": sum(drafted for found in result["rounds"] for drafted, _ in found),
                 "accepted": sum(accepted for found in result["rounds"] for _, accepted in found),
+                "tokens": tokens,
+                "passes": rounds,
                 "tau": round(tokens / rounds, 3),
                 "texts_identical": sum(
                     a == t[len(p["ids"]) :] for a, p, t in zip(result["answers"], work.prompts, work.texts)
                 ),
             }
         )
+    whole_tau = next((row["tau"] for kind in ("f32", "bf16", "f16") for row in rows if row["type"] == kind), None)
+    measured = {
+        Path(files[row["type"]]["drafter"]).name: {
+            "tau": row["tau"],
+            "tokens": row["tokens"],
+            "rounds": row["passes"],
+            "reference": whole_tau,
+        }
+        for row in rows
+    }
+    known = gguf_measured(output)  # of types that were measured before
+    (output / MEASURED).write_text(json.dumps(known | measured, indent=1) + "\n")
     return rows
 
 
@@ -489,8 +508,8 @@ def markdown(report: dict[str, Any]) -> str:
     if report.get("stored_as"):
         lines += [
             "",
-            "| drafter as | MiB | drafted | accepted | tau | texts identical |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |",
+            "| drafter as | MiB | drafted | accepted | tokens | passes | tau | texts identical |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in report["stored_as"]]
     return "\n".join(lines) + "\n"
@@ -519,7 +538,9 @@ def main(argv: list[str]) -> int:
     commands.add_argument("--max-new-tokens", type=int, default=128)
     commands.add_argument("--variants", default="", help="comma-separated, or all; besides the config as exported")
     commands.add_argument(
-        "--gguf-types", default="", help="also the drafter in these types in llama.cpp: f32, bf16, f16, q8_0, q4_0"
+        "--gguf-types",
+        default="",
+        help="also the drafter in these types in llama.cpp: f32, bf16, f16, q8_0, q4_0; kept in OUTPUT/gguf, as --push wants them",
     )
     commands.add_argument("--output", type=Path, default=Path("outputs/engines"), help="folder to write")
     args = parse(commands, argv)
@@ -537,7 +558,8 @@ def main(argv: list[str]) -> int:
         )
         report = roundtrip(work, ours, engines)
         if args.gguf_types:
-            report["stored_as"] = stored_as(work, ours, args.gguf_types.split(","))
+            name = Path(args.drafter).resolve().name
+            report["stored_as"] = stored_as(work, ours, args.gguf_types.split(","), args.output / "gguf", name)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "engines.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.output / "engines.md").write_text(markdown(report))
