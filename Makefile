@@ -18,8 +18,8 @@ test: env rivals   ## every test, the slow ones too
 test-fast: env     ## unit and numerics
 	@$$(python3 scripts/setup_env.py dev) -m pytest tests/unit tests/numerics -m "not slow" $(ARGS)
 
-rivals: env        ## what tests compare with: NeMo AutoModel, z-lab's client and llama.cpp (their pins clash, hence --no-deps), real chat templates
-	@python=$$(python3 scripts/setup_env.py dev) && $$python scripts/install_rivals.py && $$python scripts/fetch_templates.py >/dev/null
+rivals: env        ## what tests compare with: NeMo AutoModel, z-lab's client, MLX and llama.cpp (their pins clash, hence --no-deps), llama.cpp's converter, real chat templates
+	@python=$$(python3 scripts/setup_env.py dev) && $$python scripts/install_rivals.py && $$python scripts/fetch_llama_cpp.py >/dev/null
 
 check: env         ## lint
 	@$$(python3 scripts/setup_env.py dev) -m ruff check . && $$(python3 scripts/setup_env.py dev) -m ruff format --check .

@@ -24,6 +24,7 @@ from dflash_train.config.values import parse_json
 from dflash_train.data.certificate import CERTIFICATE, differences, read_certificate, write_certificate
 from dflash_train.data.inspection import Inspection, chosen, look, write_report
 from dflash_train.data.inspection_page import inspection_page
+from dflash_train.released.start import derive
 from dflash_train.target.info import read_target_info
 from dflash_train.types import TargetInfo
 
@@ -108,7 +109,7 @@ def save_certificate(found: Inspection, named: str | None) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments(argv)
-    recipe = recipe_of(args)
+    recipe, _ = derive(recipe_of(args))
     found = look(recipe, target_info(recipe))
     shown = chosen(found, args.samples, args.ids.split(",") if args.ids else None)
     color = not args.no_color and "NO_COLOR" not in os.environ and sys.stdout.isatty()

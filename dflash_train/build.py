@@ -30,6 +30,7 @@ from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
+from dflash_train.released.start import Start, derive
 from dflash_train.target import hf
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info, weights_sample
@@ -46,6 +47,8 @@ class Outline:
     tokenizer: Any
     spec: DrafterSpec
     gamma: float
+    start: Start | None = None  # what the first weights come from; None: fresh ones
+    start_hash: str | None = None  # of the released tensors, once they are read
 
     @property
     def decay_S(self) -> np.ndarray:
@@ -58,9 +61,15 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def outline(recipe: Recipe) -> Outline:
-    """Resolve the drafter against the target's config and tokenizer. Raises ValueError for contradictions."""
+def outline(recipe: Recipe, *, fresh: bool = True) -> Outline:
+    """Resolve the drafter against the target's config and tokenizer. Raises ValueError for contradictions.
+
+    fresh: the drafter's first weights matter, and with them `drafter.init_from`; not for one that is trained already.
+    """
     require(recipe, "target.path")
+    recipe, start = derive(recipe) if fresh else (recipe, None)
+    for note in [*recipe.notes, *(start.notes if start else [])]:
+        say(note)
     path = assets.resolve(recipe.target.path, "target")
     info = read_target_info(path, recipe.target.revision, recipe.target.trust_remote_code)
     tokenizer = load_tokenizer(path, recipe.target.revision, recipe.target.trust_remote_code, recipe.data.chat_template)
@@ -68,13 +77,15 @@ def outline(recipe: Recipe) -> Outline:
     if note:
         say(note)
     spec = resolve_spec(recipe.drafter, info)
+    if start:
+        start.check(spec, info)
     k = spec.selector_top_k
     if spec.selector_rank and spec.hidden_size < k * (k + 1):
         say(
             f"note: llama.cpp needs hidden size >= top_k (top_k + 1) = {k * (k + 1)}, this target has {spec.hidden_size}; a smaller drafter.selector_top_k would load there"
         )
     gamma = recipe.objective.loss_decay_gamma or default_gamma(spec.block_size)
-    return Outline(recipe=recipe, target_path=path, info=info, tokenizer=tokenizer, spec=spec, gamma=gamma)
+    return Outline(recipe=recipe, target_path=path, info=info, tokenizer=tokenizer, spec=spec, gamma=gamma, start=start)
 
 
 def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | None = None) -> Corpus:
@@ -191,12 +202,19 @@ def certify_rows(o: Outline, stream: RowStream) -> Certificate:
 
 
 def build_step(o: Outline, device: torch.device) -> DraftStep:
-    """Target, freshly initialised drafter and objective on a device; the target's head is checked against its own logits."""
+    """Target, drafter with its first weights, and objective on a device; the target's head is checked against its own logits."""
     spec, engine = o.spec, o.recipe.engine
     target = HFTarget.load(o.recipe.target, o.target_path, spec.target_layer_ids, device)
     target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     drafter = Drafter(spec)
-    initialise(drafter, o.recipe.train.seed)
+    if o.start:
+        tensors, shared = o.start.load(drafter, o.recipe.train.seed)
+        if shared:
+            o.start.check_shared(shared, target.embed(torch.arange(spec.vocab_size, device=device)), target.head_VH)
+        o.start_hash = hash_weights(tensors)
+        say(f"starting from {o.start.released.name} ({o.start.released.format}, weights {o.start_hash})")
+    else:
+        initialise(drafter, o.recipe.train.seed)
     flex = engine.attention is Attention.flex or (engine.attention is Attention.auto and device.type == "cuda")
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
@@ -225,9 +243,11 @@ def run_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
     train = o.recipe.train
     weights = [source.weight for source in stream.examples.sources]
     mixed = {"weights": weights} if set(weights) != {1.0} else {}
+    began = {"init_from": o.start_hash} if o.start else {}
     return identity_of(
         o.spec,
         **mixed,
+        **began,
         target_revision=o.info.revision,
         target_weights=weights_sample(o.target_path),
         tokenizer=tokenizer_hash(o.tokenizer),
@@ -349,7 +369,8 @@ def open_drafter(
     recipe = load_recipe(config or own, overrides)
     if (folder / "state.json").exists():
         saved = read_state(folder)
-        o, step, trained_on = outline(recipe), saved.step, saved.settings.get("target")
+        # the recipe that a run saved has every knob of its drafter; what it began from may be gone by now
+        o, step, trained_on = outline(recipe, fresh=config is not None), saved.step, saved.settings.get("target")
         now = identity_of(o.spec)
         differ = [f"{k}: trained {v}, now {now[k]}" for k, v in saved.identity.items() if k in now and now[k] != v]
         if differ:
@@ -366,7 +387,7 @@ def open_drafter(
         record = read_record(folder)
         step, trained_on = record.get("provenance", {}).get("step"), record.get("target", {}).get("name")
         recipe.drafter.mask_token_id = spec.mask_token_id
-        o = outline(recipe)
+        o = outline(recipe, fresh=False)
         o.spec = spec
         if (spec.hidden_size, spec.vocab_size, spec.num_target_layers) != (
             o.info.hidden_size,
@@ -391,6 +412,7 @@ def open_source(source: str, config: str | None, overrides: list[str]) -> Opened
     trained, wanted = o.spec.block_size, o.recipe.evaluate.block_sizes
     if max(wanted, default=0) > trained:
         raise ValueError(f"evaluate.block_sizes = {wanted}: each must be in [2, {trained}], the trained block")
+    o.start = None
     module = build_step(o, ranks.start(o.recipe.engine.timeout_minutes))
     module.drafter.load_state_dict(state)
     module.eval()

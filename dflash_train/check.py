@@ -1,7 +1,8 @@
-"""What each engine makes of a drafter folder: `python -m dflash_train.check DIR [--target T]`.
+"""What each engine makes of a drafter folder: `python -m dflash_train.check DIR [--target T] [--launch LINE_OR_FILE]`.
 
-Engines read the same folder differently, and most say nothing when they misread it. What is known about them is data here:
-ENGINES says where each looks, RULES what each refuses or silently misreads. A new engine release is a few lines there.
+Engines read the same folder differently, and most say nothing when they misread it. What is known about them is data: ENGINES
+(engines.py) says where each looks and how it is started, RULES what each refuses or silently misreads. A new engine release is a few
+lines there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dflash_train.assets import resolve
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
-from dflash_train.export import TOKENIZER_FILES
-from dflash_train.folder import INDEX, RECORD, WEIGHTS, Header, normalised, read_config, read_headers, read_json
+from dflash_train.engines import ENGINES, Engine, Serving, contradictions, fill, settings, splash_difference
+from dflash_train.folder import (
+    DTYPES,
+    INDEX,
+    RECORD,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    Header,
+    normalised,
+    read_config,
+    read_headers,
+    read_json,
+)
+from dflash_train.released import nemo as repair
+from dflash_train.released.read import NEMO_CLASS
 from dflash_train.types import TargetInfo
 
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -35,7 +50,6 @@ SIZES = (
     "vocab_size",
 )
 SCALARS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
 
 
 # ------------------------------------------------------------------------------------------------------------------ facts
@@ -90,6 +104,18 @@ class Facts:
 
     def value(self, key: str) -> Any:
         return self.nested.get(key)
+
+    def serving(self) -> Serving:
+        """What launch lines and settings depend on."""
+        causal = self.config.get("is_causal")
+        named = ((self.record or {}).get("target") or {}).get("model_type")
+        return Serving(
+            block=self.block,
+            sliding=self.sliding,
+            bidirectional=not causal if causal is not None else not self.sliding,
+            two=self.two,
+            family=self.target.model_type if self.target else named,
+        )
 
     def missing(self) -> list[str]:
         """Expected tensors that are there under no usual name."""
@@ -166,57 +192,22 @@ def _tokenizer(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
 # ---------------------------------------------------------------------------------------------------------------- engines
 
 
-@dataclass(kw_only=True, frozen=True)
-class Engine:
-    """Where one engine looks. Places: "nested" is dflash_config, "top" the top level.
-
-    block: places in order, empty if it is not read. causal: (place, key) in order; causal_absent: what it assumes without
-    the key, "sliding" (causal on sliding layers) or "no". ungated: what sliding layers become where use_sliding_window is
-    not true: "refused", "windowed", "full" or "unknown". partial_rope: honours partial_rotary_factor. scale: reads
-    input_embedding_scale. own_head: uses embed_tokens and lm_head of the drafter's file if they are there.
-    """
-
-    name: str
-    version: str
-    block: tuple[str, ...] = ("nested", "top")
-    causal: tuple[tuple[str, str], ...] = (("top", "is_causal"),)
-    causal_absent: str = "sliding"
-    ungated: str = "refused"
-    partial_rope: bool = False
-    scale: bool = True
-    own_head: bool = False
-    draft: str = ""
-
-
-ENGINES = (
-    Engine(name="reference dflash", version="0.1.0", draft="drafts {k1} tokens"),
-    Engine(name="SGLang", version="0.5.23", partial_rope=True, scale=False, draft="--speculative-num-draft-tokens {k}"),
-    Engine(
-        name="vLLM", version="0.33.0", block=(), causal=(("top", "is_causal"), ("nested", "causal")), partial_rope=True,
-        own_head=True, draft="num_speculative_tokens {k1}; the block is 1 + that, whatever the config says",
-    ),
-    Engine(name="TensorRT-LLM", version="1.4.0rc1 (module of DFlash v1 and documents only)", ungated="unknown", draft="max_draft_len {k1}"),
-    Engine(
-        name="llama.cpp", version="11434", causal=(("top", "is_causal"), ("nested", "causal")), causal_absent="no",
-        ungated="full", partial_rope=True, own_head=True, draft="--spec-draft-n-max {k1}",
-    ),
-    Engine(
-        name="exllamav3", version="1.6.5", block=("top", "nested"), causal=(("top", "is_causal"), ("nested", "is_causal")),
-        ungated="unknown", draft="drafts {k1} tokens",
-    ),
-    Engine(name="MLX / oMLX", version="dflash 0.1.0", ungated="windowed", draft="block size {k}; at most 5 with quantised weights"),
-    Engine(name="ollama", version="pull request 17865 (its description only)", ungated="unknown", draft="draft_num_predict {k1}; 0, its default, is off"),
-)  # fmt: skip
-
-
 def engine_view(engine: Engine, f: Facts) -> list[str]:
     """Lines: what this engine will really use."""
+    if engine.only:
+        name, differ = splash_difference(f.config)
+        differ += [f"{n} in {h.dtype}, not BF16" for n, h in f.headers.items() if h.dtype != "BF16"][:1]
+        if differ:
+            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+            return [
+                f"not loaded: only drafters shaped like its own are; from that of {name} this differs in {', '.join(differ[:3])}{more}"
+            ]
     places = {"nested": f.nested, "top": f.config}
     block = (
         next((places[p]["block_size"] for p in engine.block if "block_size" in places[p]), 16) if engine.block else None
     )
-    k = f.block
-    lines = [f"block {block if block is not None else 'not read'}; {engine.draft.format(k=k, k1=k - 1)}"]
+    s = f.serving()
+    lines = [f"block {block if block is not None else 'not read'}; {fill(engine.draft, s)}"]
     causal = next((places[p][key] for p, key in engine.causal if places[p].get(key) is not None), None)
 
     def layer(kind: str) -> str:
@@ -237,7 +228,8 @@ def engine_view(engine: Engine, f: Facts) -> list[str]:
         start += n
     rotary = f.rope.get("partial_rotary_factor", f.config.get("partial_rotary_factor", 1.0))
     share = f" over {rotary:g} of the head" if engine.partial_rope and rotary != 1.0 else ""
-    theta = f.rope.get("rope_theta", f.config.get("rope_theta"))
+    inner, top = f.rope.get("rope_theta"), f.config.get("rope_theta")
+    theta = next((t for t in ((top, inner) if engine.theta == "top" else (inner, top)) if t is not None), None)
     lines.append(
         f"RoPE theta {'missing' if theta is None else f'{theta:g}'}{share}; mask id {f.value('mask_token_id')}; target layers {f.value('target_layer_ids')}"
     )
@@ -248,6 +240,8 @@ def engine_view(engine: Engine, f: Facts) -> list[str]:
     lines.append(
         f"embedding and head: {head}; embedding scale {1.0 if scale is None else scale}, logits x {1.0 if factor is None else factor}, soft-cap {softcap or 'none'}"
     )
+    dtypes = sorted({DTYPES.get(h.dtype, h.dtype) for h in f.headers.values()})
+    lines.append(f"weights: {', '.join(dtypes) or 'not read'}; in fewer bits: {engine.quantised}")
     return lines
 
 
@@ -272,7 +266,8 @@ class Rule:
 def _architecture(f: Facts) -> Any:
     need = ["DFlash2DraftModel" if f.two else "DFlashDraftModel"]
     have = f.config.get("architectures")
-    return have != need and f"{have}, must be {need}"
+    mend = " (an export of NeMo AutoModel; --fix mends it)" if str(have).startswith(f"['{NEMO_CLASS}") else ""
+    return have != need and f"{have}, must be {need}{mend}"
 
 
 def _block_twice(f: Facts) -> Any:
@@ -295,7 +290,11 @@ def _causal_twice(f: Facts) -> list[str]:
 
 def _theta_twice(f: Facts) -> Any:
     top, inner = f.config.get("rope_theta"), f.rope.get("rope_theta")
-    return None not in (top, inner) and top != inner and f"{inner} in rope_parameters, {top} at the top"
+    return (
+        None not in (top, inner)
+        and top != inner
+        and f"{inner} in rope_parameters, {top} at the top (which ollama takes)"
+    )
 
 
 def _rope_type(f: Facts) -> Any:
@@ -391,6 +390,27 @@ def _dotted_codebooks(f: Facts) -> list[str]:
     return [n for n in f.headers if n in {c + ".weight" for c in CODEBOOKS}]
 
 
+# Keys that change what a drafter computes, and that only some fork or one engine reads.
+FOREIGN = (
+    "attention_sink_bias", "add_swa_attention_sink_bias", "add_full_attention_sink_bias", "attention_value_scale", "use_swa",
+    "swa_window_size", "rope_interleaved", "markov_rank", "shift_label", "use_confidence_head", "aux_hidden_norms",
+)  # fmt: skip
+# What this table knows of dflash_config; a key beyond it is read by no engine here.
+KNOWN = {
+    *V2_KEYS, *SCALARS, *FOREIGN, "block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "tap_shift", "num_target_layers",
+}  # fmt: skip
+
+
+def _foreign(f: Facts) -> list[str]:
+    stated = {k: place[k] for k in FOREIGN for place in (f.config, f.nested) if place.get(k) not in (None, False)}
+    return [f"{k} = {v}" for k, v in stated.items()]
+
+
+def _reduced(f: Facts) -> list[str]:
+    keys = [k for k in ("draft_vocab_size", "reduced_vocab_size") if f.config.get(k) or f.value(k)]
+    return keys + [n for n in f.headers if n in ("d2t", "t2d", "draft_id_to_target_id")]
+
+
 def _stray_weights(f: Facts) -> list[str]:
     return sorted(n for n in f.files if n.endswith((".bin", ".pt", ".pth")) or (n == INDEX and WEIGHTS in f.files))
 
@@ -422,9 +442,9 @@ RULES: tuple[Rule, ...] = (
     # What the folder is
     Rule("weights", ALL, REFUSE, lambda f: f.weights_error, "{}",
          "model.safetensors or a sharded set with its index"),
-    Rule("architecture", "vLLM, SGLang, MLX, llama.cpp, exllamav3", REFUSE, _architecture,
+    Rule("architecture", "vLLM, SGLang, MLX, llama.cpp, exllamav3, ollama, Splash", REFUSE, _architecture,
          "architectures = {}",
-         "vLLM 0.33.0 and SGLang 0.5.23 model registries; llama.cpp conversion/qwen.py"),
+         "vLLM 0.33.0 and SGLang 0.5.23 model registries; llama.cpp conversion/qwen.py; ollama x/models/dflash"),
     Rule("tensors not compared", ALL, MISREAD, lambda f: f.spec_error,
          "tensors could not be compared with config.json: {}", REF),
     Rule("model_type", HF, REFUSE,
@@ -435,7 +455,7 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.two and [k for k in V2_KEYS if k not in f.nested and k not in f.config],
          "dflash_config lacks {}: convolution and selector come together, or the drafter is a DFlash v1",
          "vLLM KeyError, SGLang ValueError, MLX ZeroDivisionError, llama.cpp init failure"),
-    Rule("v2 keys nested", "vLLM, SGLang, MLX, llama.cpp", REFUSE,
+    Rule("v2 keys nested", "vLLM, SGLang, MLX, llama.cpp, ollama", REFUSE,
          lambda f: [k for k in V2_KEYS if k in f.config and k not in f.nested],
          "{} at the top level; they belong into dflash_config",
          "vLLM KeyError, SGLang ValueError, MLX ZeroDivisionError, llama.cpp init failure"),
@@ -445,15 +465,15 @@ RULES: tuple[Rule, ...] = (
     Rule("sizes", ALL, MISREAD,
          lambda f: [k for k in (*SIZES, "rms_norm_eps", "max_position_embeddings") if k not in f.config],
          "{} missing: Qwen3Config fills in its own defaults", "transformers Qwen3Config"),
-    Rule("head_dim", "MLX", REFUSE, lambda f: "head_dim" not in f.config, "head_dim is missing",
-         "dflash 0.1.0, model_mlx.py"),
+    Rule("head_dim", "MLX, ollama", REFUSE, lambda f: "head_dim" not in f.config, "head_dim is missing",
+         "dflash 0.1.0, model_mlx.py; ollama x/models/dflash"),
     Rule("heads", ALL, REFUSE,
          lambda f: (f.config.get("num_attention_heads") or 1) % (f.config.get("num_key_value_heads") or 1) != 0,
          "num_attention_heads is no multiple of num_key_value_heads", REF),
     Rule("num_target_layers", "reference, MLX", REFUSE, lambda f: "num_target_layers" not in f.config,
          "num_target_layers is missing", "dflash 0.1.0, model.py AttributeError, model_mlx.py KeyError"),
     Rule("target pairing", ALL, REFUSE, _against_target, "does not fit the target: {}",
-         "the target's embedding and lm_head are used; exllamav3 1.6.5 raises"),
+         "the target's embedding and lm_head are used; exllamav3 1.6.5 and ollama raise"),
     Rule("attention_bias", "MLX, llama.cpp, exllamav3", REFUSE, lambda f: f.config.get("attention_bias"),
          "attention_bias is true; these engines have no bias tensors",
          "dflash 0.1.0, model_mlx.py; llama.cpp src/models/dflash.cpp"),
@@ -462,7 +482,7 @@ RULES: tuple[Rule, ...] = (
          "hidden_act = {}, must be silu", "exllamav3 1.6.5, architecture/dflash.py"),
     # Block, mask, target layers
     Rule("block_size", ALL, MISREAD, lambda f: "block_size" not in f.nested and "block_size" not in f.config,
-         "block_size is missing: 16 is assumed, exllamav3 stops", "llama.cpp default 16; exllamav3 1.6.5"),
+         "block_size is missing: 16 is assumed, exllamav3 and ollama stop", "llama.cpp default 16; exllamav3 1.6.5; ollama x/models/dflash"),
     Rule("block_size twice", "exllamav3 against all others", MISREAD, _block_twice,
          "block_size is {}; exllamav3 takes the top level, the others dflash_config",
          "exllamav3 1.6.5, architecture/dflash2.py"),
@@ -481,8 +501,8 @@ RULES: tuple[Rule, ...] = (
     Rule("target_layer_ids", "all but reference and SGLang", REFUSE, lambda f: not _ids(f),
          "dflash_config.target_layer_ids is missing", "only the reference and SGLang have a default spacing"),
     Rule("ids order", "TensorRT-LLM", MISREAD, lambda f: _ids(f) != sorted(_ids(f)) and str(_ids(f)),
-         "target_layer_ids = {} is not ascending; TensorRT-LLM sorts it, and fc's columns no longer match",
-         "TensorRT-LLM modeling_dflash.py"),
+         "target_layer_ids = {} is not ascending; TensorRT-LLM sorts it, and fc's columns no longer match (ollama refuses it)",
+         "TensorRT-LLM modeling_dflash.py; ollama x/models/dflash"),
     Rule("ids duplicate", ALL, MISREAD, lambda f: len(set(_ids(f))) != len(_ids(f)) and str(_ids(f)),
          "target_layer_ids = {} has a duplicate", REF),
     Rule("ids range", ALL, REFUSE, _ids_outside, "target_layer_ids has {}, which the target does not have",
@@ -502,8 +522,9 @@ RULES: tuple[Rule, ...] = (
     Rule("is_causal type", ALL, MISREAD,
          lambda f: not isinstance(f.config.get("is_causal"), bool | None) and repr(f.config["is_causal"]),
          "is_causal = {} is not true or false", REF),
-    Rule("is_causal twice", "exllamav3, vLLM, llama.cpp", MISREAD, _causal_twice,
-         "{} contradicts the top-level is_causal", "exllamav3 1.6.5, architecture/dflash.py"),
+    Rule("is_causal twice", "exllamav3, vLLM, llama.cpp, ollama", MISREAD, _causal_twice,
+         "{} contradicts the top-level is_causal; ollama takes dflash_config.causal",
+         "exllamav3 1.6.5, architecture/dflash.py; ollama x/models/dflash"),
     Rule("layer_types missing", ALL, MISREAD,
          lambda f: not f.config.get("layer_types") and bool(f.config.get("use_sliding_window")),
          "layer_types is missing with use_sliding_window true: every layer runs full, llama.cpp aborts",
@@ -573,14 +594,14 @@ RULES: tuple[Rule, ...] = (
     Rule("config dtype", HF, MISREAD, _dtype_differs, "dtype: {}", "config and file must say the same"),
     Rule("codebook name", "SGLang", MISREAD, _dotted_codebooks,
          "{}: the codebooks stay zero without a message; drop .weight", "SGLang 0.5.23, models/dflash.py"),
-    Rule("codebook name, strict", "MLX, vLLM", REFUSE, _dotted_codebooks,
+    Rule("codebook name, strict", "MLX, vLLM, ollama, Splash", REFUSE, _dotted_codebooks,
          "{}: codebooks are bare parameters; drop .weight",
          "vLLM 0.33.0, models/qwen3_dflash2.py ValueError"),
     Rule("codebook missing", HF, MISREAD, lambda f: _missing(f, "codebook"),
-         "{} missing: loaded uninitialised (SGLang: zero) without an error; MLX and llama.cpp refuse",
+         "{} missing: loaded uninitialised (SGLang: zero) without an error; MLX, llama.cpp and ollama refuse",
          "vLLM 0.33.0, SGLang 0.5.23, dflash 0.1.0 loaders"),
     Rule("conv missing", HF, MISREAD, lambda f: _missing(f, "base_kernel"),
-         "{} missing: loaded uninitialised (SGLang: identity) without an error; MLX and llama.cpp refuse",
+         "{} missing: loaded uninitialised (SGLang: identity) without an error; MLX, llama.cpp and ollama refuse",
          "vLLM 0.33.0, SGLang 0.5.23, dflash 0.1.0 loaders"),
     Rule("tensors missing", ALL, MISREAD, lambda f: _missing(f, "^(?!.*(codebook|base_kernel))"),
          "{} missing: lenient loaders leave it uninitialised, strict ones refuse",
@@ -615,27 +636,31 @@ RULES: tuple[Rule, ...] = (
          "no tokenizer files; conversion needs --target-model-dir", "llama.cpp conversion/qwen.py"),
     Rule("auto_map", HF, NOTE, lambda f: "auto_map" in f.config,
          "auto_map is not needed and names remote code", "published DFlash 2 drafters have none"),
-    Rule("quantised", ALL, NOTE, lambda f: "quantization_config" in f.config,
-         "quantised drafters: measure the acceptance before and after",
-         "no published DFlash 2 drafter is quantised"),
+    Rule("quantised", "vLLM, TensorRT-LLM, Splash", MISREAD, lambda f: bool(f.config.get("quantization_config")),
+         "quantization_config: q, k and v are sliced raw, without their scales (it stops, or drafts nonsense); Splash needs BF16. "
+         "MLX, ollama and Splash quantise the BF16 file themselves, llama.cpp has GGUF",
+         "vLLM issues 51581 and 53116 (open); TensorRT-LLM modeling_dflash.py at 7c7504c; Splash runtime/model/DraftCheckpoint.cpp"),
+    # What only some engine or fork computes
+    Rule("foreign parts", ALL, MISREAD, _foreign,
+         "{}: the engines here do not compute it (TensorRT-LLM alone reads use_swa, ollama alone rope_interleaved)",
+         "TensorRT-LLM modeling_dflash.py; ollama x/models/dflash"),
+    Rule("mask embedding", ALL, MISREAD, lambda f: [n for n in f.files if n.startswith("mask_embedding")],
+         "{}: an embedding of the mask beside the weights; the engines here take row mask_token_id of the target's",
+         "vLLM pull request 46104"),
+    Rule("reduced vocabulary", ALL, MISREAD, _reduced,
+         "{}: DFlash 2 drafts over the target's whole vocabulary; a map is not read and ids are taken as they are",
+         "the selector's codebooks have one row per token of the target"),
+    Rule("unknown keys", ALL, NOTE, lambda f: sorted(set(f.nested) - KNOWN), "dflash_config has {}, which no engine here reads",
+         "sources and documents named in engines.py"),
     # Engine limits that no folder can mend
-    Rule("vLLM runner", "vLLM", NOTE, lambda f: f.two, "DFlash 2 needs the V2 model runner",
-         "vLLM 0.33.0, v1/spec_decode"),
     Rule("greedy draft", "llama.cpp, exllamav3", NOTE, lambda f: f.two, "drafts greedily at any temperature",
          "llama.cpp common/speculative.cpp"),
-    Rule("window backend", "SGLang", NOTE, lambda f: f.sliding and f.config.get("is_causal") is False,
-         "draft attention backend trtllm_mha draws a wrong window for bidirectional sliding layers; use fa4",
-         "SGLang pull request 35209"),
-    Rule("window backend, TensorRT-LLM", "TensorRT-LLM", NOTE,
-         lambda f: f.sliding and f.config.get("is_causal") is False,
-         "attention_backend TRTLLM refuses bidirectional sliding layers; VANILLA and FA4 remain. Its v1 "
-         "module makes windowed layers causal whatever is_causal says", "TensorRT-LLM pull request 19159"),
-    Rule("ring cache", "MLX", NOTE, lambda f: f.sliding,
-         "once the window has wrapped, one-token updates leave keys out of order: the output stays right, "
-         "acceptance falls", "dflash 0.1.0, model_mlx.py with mlx-lm RotatingKVCache"),
-    Rule("engine not read", "TensorRT-LLM, ollama", NOTE, lambda f: f.two,
-         "their DFlash 2 code was not available; what is said about them comes from documents",
-         "TensorRT-LLM 1.4.0rc1 documents; ollama pull request 17865"),
+    Rule("window, TensorRT-LLM", "TensorRT-LLM", NOTE, lambda f: f.serving().windowed,
+         "its v1 module made windowed layers causal whatever is_causal says; pull request 17935 changed the mask, and the release that "
+         "has DFlash 2 was not read: measure the acceptance", "TensorRT-LLM modeling_dflash.py at 7c7504c; pull request 17935"),
+    Rule("engine not read", "TensorRT-LLM", NOTE, lambda f: f.two,
+         "its DFlash 2 code was not available; what is said about it comes from documents and from its v1 module",
+         "TensorRT-LLM 1.4.0rc1 documents"),
 )  # fmt: skip
 
 
@@ -686,6 +711,8 @@ class Report:
     findings: list[Finding]
     views: dict[str, list[str]]
 
+    settings: dict[str, list[str]] = field(default_factory=dict)
+
     @property
     def faults(self) -> list[Finding]:
         return [f for f in self.findings if f.severity != NOTE]
@@ -698,14 +725,17 @@ class Report:
         for title, severity in [("Refused", REFUSE), ("Silently misread", MISREAD), ("Notes", NOTE)]:
             found = [f for f in self.findings if f.severity == severity]
             if found:
-                lines += [title, *(f"  {f.engines}: {f.message}  [{f.source}]" for f in found), ""]
+                lines += [title, *(f"  {f.rule} - {f.engines}: {f.message}  [{f.source}]" for f in found), ""]
+        if self.settings:
+            lines.append("Settings for this drafter")
+            lines += [f"  {name}: {text}" for name, texts in self.settings.items() for text in texts] + [""]
         faults = len(self.faults)
         lines.append(f"{faults} fault{'' if faults == 1 else 's'}." if faults else "No faults.")
         return "\n".join(lines)
 
 
-def check_facts(facts: Facts) -> Report:
-    """Apply every rule to what was read."""
+def check_facts(facts: Facts, launch: str | None = None) -> Report:
+    """Apply every rule to what was read, and the table of flags to a launch line."""
     findings = []
     for rule in RULES:
         found = rule.found(facts)
@@ -718,16 +748,29 @@ def check_facts(facts: Facts) -> Report:
         findings.append(
             Finding(rule.name, rule.engines, rule.severity, rule.message.replace("{}", detail), rule.source)
         )
-    return Report(findings=findings, views={f"{e.name} {e.version}": engine_view(e, facts) for e in ENGINES})
+    if launch is not None:
+        findings += [
+            Finding(f"launch: {flag.name}", flag.engine, MISREAD if flag.fatal else NOTE, message, flag.source)
+            for flag, message in contradictions(launch, facts.serving())
+        ]
+    views = {f"{e.name} {e.version} ({e.how}), from {e.floor}": engine_view(e, facts) for e in ENGINES}
+    advice = {
+        e.name: [f"{f'on {s.gpu}: ' if s.gpu else ''}{s.text}  [{s.source}]" for s in settings(e, facts.serving())]
+        for e in ENGINES
+    }
+    return Report(findings=findings, views=views, settings=advice)
 
 
-def check(folder: str | Path, target: TargetInfo | None = None) -> Report:
-    """Read a drafter folder and say what each engine makes of it. Raises ValueError if it has no readable config.json."""
+def check(folder: str | Path, target: TargetInfo | None = None, launch: str | None = None) -> Report:
+    """Read a drafter folder and say what each engine makes of it. Raises ValueError if it has no readable config.json.
+
+    launch: a launch line, or the text of an engine's configuration, to hold against the drafter.
+    """
     folder = Path(folder)
     malformed = _malformed(read_config(folder))
     if malformed:
         return Report(findings=[Finding("types", ALL, REFUSE, f"wrong type: {', '.join(malformed)}", REF)], views={})
-    return check_facts(read_facts(folder, target))
+    return check_facts(read_facts(folder, target), launch)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -736,16 +779,26 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m dflash_train.check", description="What each engine makes of a drafter folder."
     )
     parser.add_argument("folder", type=Path, help="folder with config.json and model.safetensors")
-    parser.add_argument("--target", help="hub id or folder of the target; adds the checks that need it")
+    parser.add_argument("--target", help="hub id or folder of the target, or embedded; adds the checks that need it")
     parser.add_argument("--revision", help="hub revision of the target")
+    parser.add_argument(
+        "--launch",
+        metavar="LINE_OR_FILE",
+        help="a launch line, or a file with one, a TensorRT-LLM YAML or a Modelfile: flags that contradict the drafter are faults",
+    )
+    repair.add_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        repair.run(args)
         target = None
         if args.target:
             from dflash_train.target.info import read_target_info
 
-            target = read_target_info(args.target, args.revision)
-        report = check(args.folder, target)
+            target = read_target_info(resolve(args.target, "target"), args.revision)
+        launch = args.launch
+        if launch is not None and "\n" not in launch and len(launch) < 4096 and Path(launch).is_file():
+            launch = Path(launch).read_text(encoding="utf-8")
+        report = check(args.folder, target, launch)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

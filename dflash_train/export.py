@@ -10,8 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import tempfile
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,30 @@ from safetensors.torch import save_file
 import dflash_train
 from dflash_train import disk
 from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
-from dflash_train.config.load import parse, parser, run_command
+from dflash_train.card import CardFacts, gguf_card, model_card, serving, target_record, walk_tau
+from dflash_train.check import check
+from dflash_train.config.load import CheckFailed, parse, parser, run_command
 from dflash_train.config.values import fits
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
-from dflash_train.drafter.spec import SLIDING, DrafterSpec, tensor_shapes, to_hf_config
-from dflash_train.folder import RECORD, WEIGHTS, public_name, read_headers, read_json, tensor_faults
+from dflash_train.data.prepare import located_sources
+from dflash_train.drafter.spec import DrafterSpec, check_target_layer_ids, from_hf_config, tensor_shapes, to_hf_config
+from dflash_train.engines import ENGINES, SPLASH
+from dflash_train.folder import (
+    DTYPES,
+    RECORD,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    public_name,
+    read_config,
+    read_headers,
+    read_json,
+    read_record,
+    tensor_faults,
+)
+from dflash_train.licences import UNKNOWN, Decision, Source, card_licence, data_licences, decide, front_matter
+from dflash_train.push import Plan, push
+from dflash_train.released.nemo import nemo_style
 from dflash_train.types import TargetInfo
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class CardFacts:
-    """What the model card states besides the spec.
-
-    decoded: the report of real decoding (`evaluate.decode_report`), or None where these weights were not decoded. client: what
-    `client.GapReport.as_dict` says of an export of these weights, likewise.
-    """
-
-    name: str
-    base_model: str
-    license: str
-    decoded: dict[str, Any] | None = None
-    client: dict[str, Any] | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
-
 
 # ---------------------------------------------------------------------------------------------------------------- writing
 
@@ -81,24 +76,17 @@ def write_export(
         spec, dtype=str(dtype).removeprefix("torch."), bos=target.bos_token_id, eos=eos, pad=target.pad_token_id
     )
     config["transformers_version"] = version("transformers")
-    target_name = public_name(target.path)
+    card = replace(card, target=target_record(target))
     record = {
         "format": 1,
         "dflash_train": dflash_train.__version__,
         "spec": asdict(spec),
         "dtype": config["dtype"],
-        "target": {
-            "name": target_name,
-            "revision": target.revision,
-            "model_type": target.model_type,
-            "num_layers": target.num_layers,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "tie_word_embeddings": target.tie_word_embeddings,
-        },
+        "target": card.target,
         "weights": hash_weights(tensors),
         "tau": card.decoded and card.decoded["tau"],
-        "walk_tau": _walk_tau(card.decoded),
+        "walk_tau": walk_tau(card.decoded),
+        "card": _recorded(card),
         "provenance": card.provenance,
     }
 
@@ -120,11 +108,19 @@ def write_export(
         (building / WEIGHTS).chmod((building / "config.json").stat().st_mode)
         written = read_headers(building)
         assert {n: h.shape for n, h in written.items()} == tensor_shapes(spec), "the written file differs from the spec"
+        assert {DTYPES[h.dtype] for h in written.values()} == {config["dtype"]}, (
+            "the written file differs from its config"
+        )
         _replace(building, output)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
     return output
+
+
+def _recorded(card: CardFacts) -> dict[str, Any]:
+    """The card's facts, so that it can be written again under another name; what the record has elsewhere is left out."""
+    return {k: v for k, v in asdict(card).items() if k not in ("provenance", "target")}
 
 
 def check_output(output: Path) -> None:
@@ -179,6 +175,7 @@ def _check_pair(spec: DrafterSpec, target: TargetInfo) -> None:
             raise ValueError(
                 f"drafter {name} = {mine}: the target {target.path} has {theirs}; a drafter fits only the target it was trained on"
             )
+    check_target_layer_ids(list(spec.target_layer_ids), target.num_layers)
 
 
 def _export_tensors(state: dict[str, torch.Tensor], spec: DrafterSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -230,213 +227,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------------------- model card
-
-
-def _yaml(value: str) -> str:
-    plain = re.fullmatch(r"[A-Za-z][\w./-]*", value) and value.lower() not in (
-        "yes",
-        "no",
-        "true",
-        "false",
-        "null",
-        "on",
-        "off",
-        "y",
-        "n",
-    )
-    return value if plain else json.dumps(value)
-
-
-def _walk_tau(decoded: dict[str, Any] | None) -> float | None:
-    """Nothing walks at a temperature."""
-    return decoded["walk_tau"]["value"] if decoded and "walk_tau" in decoded else None
-
-
-def _measured(card: CardFacts) -> Iterable[str]:
-    """The section on acceptance, line by line."""
-    decoded = card.decoded
-    if decoded is None:
-        yield "Not measured yet."
-    else:
-        how = "greedy" if decoded["temperature"] == 0 else f"temperature {decoded['temperature']:g}"
-        yield f"tau: tokens per target pass (the target's own token included), {how}, on {decoded['prompts']} held-out prompts."
-        yield "Pooled over passes; the interval resamples prompts.\n"
-        yield "| domain | tau | target passes | tokens | prompts | 95 % interval |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-        rows = decoded["tau"] | ({"pooled": decoded["tau_all"]} if len(decoded["tau"]) > 1 else {})
-        yield from (_tau_row(domain, cell) for domain, cell in rows.items())
-        yield ""
-        yield from _facts(decoded)
-    if card.client is not None:
-        yield _client_line(card.client)
-
-
-def _tau_row(domain: str, cell: dict[str, Any]) -> str:
-    value = "-" if cell["value"] is None else f"{cell['value']:.2f}"
-    interval = "-" if cell["interval"] is None else "{:.2f} to {:.2f}".format(*cell["interval"])
-    return f"| {domain} | {value} | {cell['rounds']} | {cell['tokens']} | {cell['prompts']} | {interval} |"
-
-
-def _facts(decoded: dict[str, Any]) -> Iterable[str]:
-    """Losslessness, speed, cost and memory as a list."""
-    if decoded["lossless"] is not None:
-        yield (
-            f"- {'Lossless' if decoded['lossless'] else 'NOT LOSSLESS'}: {decoded['identical']} of {decoded['prompts']} outputs token-identical "
-            f"to plain greedy decoding, {decoded['near_ties']} parted at near ties of the target, {decoded['different']} different."
-        )
-    walk = _walk_tau(decoded)
-    if walk is not None:
-        yield f"- Teacher-forced walk over the same text: {walk:.2f}."
-    if decoded["speedup"] is not None:
-        together = decoded["decoded_together"]
-        alone = "one prompt at a time" if together == 1 else f"{together} prompts together"
-        yield f"- Speed: {decoded['speedup']:.2f} times plain decoding, {decoded['tokens_per_second']:.0f} tokens/s, {alone}."
-    if decoded["cost"]:
-        cost = decoded["cost"]
-        yield f"- Cost: {cost['draft_ms']:.1f} of {cost['cycle_ms']:.1f} ms per pass go into drafting ({cost['draft_share']:.0%})."
-    loops = decoded["repetition"]
-    if loops["looping"]:
-        without = loops["tau_without_looping"]
-        yield f"- {loops['looping']} outputs mostly repeat themselves; tau without them {without['value'] or 0:.2f} ({without['tokens']}/{without['rounds']})."
-    memory = decoded["memory"]
-    yield (
-        f"- Memory: {memory['drafter_mib']:.1f} MiB of weights in 16 bits, and {memory['context_bytes_per_token']} bytes of cache per token "
-        "of context."
-    )
-
-
-def _client_line(client: dict[str, Any]) -> str:
-    """What became of the train-to-serve check."""
-    tau, expected = client["tau"], client["expected"]
-    if not tau["rounds"]:
-        return "- Train-to-serve check: nothing was decoded."
-    counts = f"tau {tau['value']:.2f} ({tau['tokens']}/{tau['rounds']}), {expected['value']:.2f} expected from training"
-    own = "" if client["independent"] else " (this project's own decoder: not an independent check)"
-    verdict = "FAILED" if client["gap"] else "passed"
-    return f"- Train-to-serve check {verdict}: {client['decoder']}{own} decoded {client['prompts']} held-out prompts from this folder, {counts}."
-
-
-def model_card(spec: DrafterSpec, card: CardFacts, *, has_tokenizer: bool = True) -> str:
-    """README.md: front matter, what this is, measured acceptance and the launch line of every engine for this block size."""
-    k, base, name = spec.block_size, public_name(card.base_model), card.name
-    two = bool(spec.conv_kernel_size and spec.selector_rank)
-    kind, cls = ("DFlash 2", "DFlash2DraftModel") if two else ("DFlash", "DFlashDraftModel")
-    windows = ", ".join(
-        sorted({f"window {spec.sliding_window}" if t == SLIDING else "full attention" for t in spec.layer_types})
-    )
-    backend = (
-        "\nKeep the draft attention backend at VANILLA or FA4: TRTLLM has no non-causal windows.\n"
-        if spec.sliding_window and not spec.is_causal
-        else ""
-    )
-    no_tokenizer = "" if has_tokenizer else "\nThis folder has no tokenizer files; every engine takes the target's.\n"
-    small = min(k, 5)
-    provenance = "".join(
-        f"- {key}: {value}\n" for key, value in card.provenance.items() if isinstance(value, (str, int, float))
-    )
-    return f"""---
-base_model: {_yaml(base)}
-license: {_yaml(card.license)}
-library_name: dflash
-pipeline_tag: text-generation
-tags:
-- dflash
-- speculative-decoding
----
-
-# {name}
-
-A {kind} drafter for speculative decoding of `{base}`. It drafts {k - 1} tokens at a time from hidden states of the target,
-which verifies them in one pass; the output stays the target's own. It works with that target only.
-
-| | |
-| --- | --- |
-| block size K | {k}: 1 anchor and {k - 1} drafted tokens |
-| draft layers | {spec.num_hidden_layers}, {windows}, {"causal" if spec.is_causal else "bidirectional"} inside the block |
-| captured target layers | {", ".join(map(str, spec.target_layer_ids))} of {spec.num_target_layers} (0-based, outputs) |
-| mask token id | {spec.mask_token_id} |
-| vocabulary | {spec.vocab_size}; token embedding and output head are shared from the target and not in this file |
-
-## Measured acceptance
-
-{chr(10).join(_measured(card))}
-
-## Serving
-
-Draft at most K - 1 = {k - 1} tokens: more was never trained. `python -m dflash_train.check FOLDER` prints what each engine
-makes of this folder.
-{no_tokenizer}
-SGLang (0.5.19 or later; counts the anchor, so K)
-
-```bash
-python -m sglang.launch_server --model-path {base} \\
-  --speculative-algorithm DFLASH --speculative-draft-model-path {name} \\
-  --speculative-num-draft-tokens {k}
-```
-
-vLLM (0.28.0 or later, V2 model runner; counts drafted tokens, so K - 1, and does not read the block size itself)
-
-```bash
-vllm serve {base} \\
-  --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": {k - 1}}}'
-```
-
-TensorRT-LLM (1.3.0rc28 or later)
-
-```python
-from tensorrt_llm import LLM
-from tensorrt_llm.llmapi import DFlashDecodingConfig
-
-llm = LLM("{base}", speculative_config=DFlashDecodingConfig(max_draft_len={k - 1}, speculative_model="{name}"))
-```
-
-```yaml
-speculative_config:
-  decoding_type: DFlash
-  max_draft_len: {k - 1}
-  speculative_model: {name}
-```
-{backend}
-llama.cpp (built after 2026-08-27; convert with the target beside it, because the drafter takes its vocabulary)
-
-```bash
-python convert_hf_to_gguf.py DRAFTER_FOLDER --target-model-dir TARGET_FOLDER --outfile drafter.gguf
-llama-server -m target.gguf -md drafter.gguf --spec-type draft-dflash --spec-draft-n-max {k - 1}
-```
-
-ollama (experimental: a build of pull request 17865, MLX engine). The draft depth must be set; its default 0 switches
-speculation off without a message.
-
-```
-FROM TARGET_FOLDER
-DRAFT DRAFTER_FOLDER
-PARAMETER draft_num_predict {k - 1}
-```
-
-oMLX 0.6.2-zlab-dflash2: enable DFlash for the target, choose this drafter, block size {small}, verify mode dflash.
-With quantised target or draft weights keep the block at 5 or less; larger verify widths are slower there.
-
-dflash client (0.1.0; transformers 5.15 or later, or MLX)
-
-```bash
-dflash generate mlx --model {base} --draft {name} --block-size {small} "PROMPT"
-```
-
-```python
-from dflash.model import {cls}
-
-drafter = {cls}.from_pretrained("{name}", dtype="auto")
-output_ids = drafter.spec_generate(target, input_ids, max_new_tokens=256, stop_token_ids=[], temperature=0.0)
-```
-
-Auto classes do not apply: `AutoModelForCausalLM` would load a plain Qwen3 and drop the draft tensors.
-
-## Training
-
-Trained with dflash-train {dflash_train.__version__}; the full record is in `{RECORD}`.
-{provenance}"""
-
-
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
@@ -459,11 +249,13 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
     """What is known of a drafter of this run; evaluation.json and client.json of <output_dir> count if they measured these weights.
     chosen_by: why it is not the run's last one."""
     recipe, run = o.recipe, Path(o.recipe.output_dir)
+    licence = decide_licence(o)
     evaluation = _measurement(run / "evaluation.json", weights)
     return CardFacts(
         name=run.name,
         base_model=public_name(o.info.path),
-        license=recipe.export.license,
+        license=licence.licence,
+        licence_notes=licence.notes,
         decoded=evaluation["decoded"] if evaluation and "decoded" in evaluation else None,
         client=_measurement(run / "client.json", weights),
         provenance={
@@ -480,11 +272,42 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
     )
 
 
+LICENCES_FILE = "licences.json"  # in a run's folder
+
+
+def find_licences(o: Outline) -> list[Source]:
+    """What target, initial drafter and data are licensed under, while they are at hand. Raises ValueError for licences that would forbid the export."""
+    found = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
+    found += [o.start.released.licence] if o.start else []
+    found += data_licences(source.path for source in located_sources(o.recipe.data.train, "train"))
+    decide(found, o.recipe.export.license, owned=o.recipe.export.owned)
+    return found
+
+
+def record_licences(o: Outline, found: list[Source]) -> None:
+    """Write them to <output_dir>/licences.json."""
+    _write_json(Path(o.recipe.output_dir) / LICENCES_FILE, {"sources": [asdict(source) for source in found]})
+
+
+def decide_licence(o: Outline) -> Decision:
+    """The licence of this run's drafters. Raises ValueError as `licences.decide` does."""
+    run, export = Path(o.recipe.output_dir), o.recipe.export
+    if (run / LICENCES_FILE).exists():
+        sources = [Source(**source) for source in read_json(run / LICENCES_FILE)["sources"]]
+    else:  # an export without its run
+        sources = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
+    return decide(sources, export.license, owned=export.owned)
+
+
 def rewrite_card(o: Outline, folder: Path, weights: str, *, step: int | None, chosen_by: str | None = None) -> None:
     """State on an export's card what was measured since it was written."""
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    card = model_card(o.spec, card_facts(o, weights, step, chosen_by), has_tokenizer=has_tokenizer)
+    facts = replace(card_facts(o, weights, step, chosen_by), target=target_record(o.info))
+    card = model_card(o.spec, facts, has_tokenizer=has_tokenizer)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    record = read_record(folder)
+    if record:
+        _write_json(folder / RECORD, record | {"card": _recorded(facts)})
 
 
 def _measurement(path: Path, weights: str) -> dict[str, Any] | None:
@@ -502,19 +325,165 @@ def _data_facts(run: Path) -> dict[str, Any]:
     return {"data_certificate": certificate.digest, **counts}
 
 
+def summary(folder: Path, o: Outline) -> str:
+    """What to do with an export: what `check` finds, by the rules of which versions, and how it becomes a GGUF."""
+    s = serving(o.spec, target=public_name(o.info.path), draft=str(folder), family=o.info.model_type)
+    versions = ", ".join(f"{e.name} {e.version}" for e in ENGINES if e is not SPLASH)
+    convert = f"python scripts/convert_gguf.py {folder} --target {o.recipe.target.path} --output {folder.name}.gguf"
+    report = check(folder, o.info)
+    found = [f"  {f.rule} - {f.engines}: {f.message}" for f in report.faults]
+    lines = ["check: no faults" if not found else "check: " + "\n".join(["faults", *found])]
+    lines += [f"rules of: {versions}", f"GGUF: {convert}"]
+    return "\n".join([*lines, f"launch lines of every engine, for K = {s.block}: {folder / 'README.md'}"])
+
+
+def push_export(
+    folder: Path,
+    repo: str,
+    *,
+    public: bool,
+    tag: str | None,
+    gguf: Path | None,
+    force: bool,
+    dry_run: bool,
+    say: Any = print,
+) -> None:
+    """Put an export on the Hub, and with `gguf` its GGUF files into <repo>-GGUF.
+
+    Raises ValueError for a folder that is not an export, CheckFailed where `check` finds a fault, no licence is known, or a GGUF file in fewer bits
+    has no measured tau; `force` turns those into notes.
+    """
+    record = read_record(folder)
+    if "files" not in record:
+        raise ValueError(f"--push {repo}: {folder} is not an export (it has no {RECORD}); export the drafter first")
+    inside = folder.resolve()
+    outside = [name for name in record["files"] if not (folder / name).resolve().is_relative_to(inside)]
+    if outside:  # a record is only a file: it must not be able to send others of this machine
+        raise ValueError(
+            f"--push {repo}: {folder / RECORD} names files outside the export ({', '.join(outside[:3])}); export the drafter again"
+        )
+    problems = [f"{f.rule}: {f.message}" for f in check(folder).faults]
+    licence = str(front_matter(folder / "README.md").get("license") or UNKNOWN)
+    if licence == UNKNOWN:
+        problems.append("its licence is not known; state it with export.license=... and export it again")
+    with tempfile.TemporaryDirectory() as place:
+        card = Path(place) / "README.md"
+        card.write_text(_card_for(folder, record, repo), encoding="utf-8")
+        files = {name: folder / name for name in record["files"]} | {"README.md": card}
+        plans = [Plan(repo=repo, files=files, private=not public, tag=tag)]
+        if gguf is not None:
+            files, measured = gguf_files(gguf), gguf_measured(gguf)
+            blind = [n for n in files if n not in measured and not re.search(r"(bf16|f16|f32)\.gguf$", n.lower())]
+            if blind:
+                problems.append(
+                    f"{', '.join(blind)}: in fewer bits than it was trained, and {MEASURED} beside it has no tau of it"
+                )
+            card = Path(place) / "GGUF.md"
+            sizes = {name: path.stat().st_size for name, path in files.items()}
+            card.write_text(gguf_card(record, repo, licence, sizes, measured), encoding="utf-8")
+            files = files | {"README.md": card}
+            plans.append(
+                Plan(repo=f"{repo}-GGUF", files=files, private=not public, tag=tag, message="Upload GGUF files")
+            )
+        for problem in problems:
+            say(f"{'note' if force else 'fault'}: {problem}")
+        for plan in plans:
+            if dry_run:
+                say(f"dry run, nothing is sent: {plan.text()}")
+            elif force or not problems:
+                say(f"pushed to {push(plan, say=say)}")
+    if problems and not force:
+        raise CheckFailed(
+            f"{folder} is not fit to be pushed: {problems[0]}; mend that, or push it all the same with --force"
+        )
+
+
+def _card_for(folder: Path, record: dict[str, Any], repo: str) -> str:
+    """The card of an export under the name of its repository, which launch lines then carry."""
+    if "card" not in record:
+        return (folder / "README.md").read_text(encoding="utf-8")
+    try:
+        facts = CardFacts(**(record["card"] | {"name": repo}), provenance=record["provenance"], target=record["target"])
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"{folder / RECORD}: its card is not one of this version ({error}); export the drafter again"
+        ) from None
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return model_card(from_hf_config(read_config(folder)), facts, has_tokenizer=has_tokenizer)
+
+
+MEASURED = "measured.json"  # beside GGUF files: name -> {"tau", "tokens", "rounds", "reference"}
+
+
+def gguf_files(path: Path) -> dict[str, Path]:
+    """The GGUF files that a path names: itself, or those in a folder. Raises ValueError if there are none."""
+    found = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    broken = [p for p in found if p.open("rb").read(4) != b"GGUF"]
+    if not found or broken:
+        raise ValueError(
+            f"--gguf {path}: {f'{broken[0]} is not a GGUF file' if broken else 'holds no .gguf file'}; convert the export first"
+        )
+    return {p.name: p for p in found}
+
+
+def gguf_measured(path: Path) -> dict[str, Any]:
+    """What was measured of GGUF files: name -> tau, tokens and rounds in llama.cpp, and the tau of the unquantised file there ("reference")."""
+    place = (path.parent if path.is_file() else path) / MEASURED
+    return read_json(place) if place.is_file() else {}
+
+
 def main(argv: list[str]) -> int:
     commands = parser(
         "python -m dflash_train.export",
-        "Write a drafter as a folder that every engine loads unedited.",
+        "Write a drafter as a folder that every engine loads unedited, and put it on the Hub.",
         source=SOURCE_HELP,
     )
     commands.add_argument(
         "--output", metavar="DIR", help="folder to write; default: export.output, else <output_dir>/export"
     )
+    commands.add_argument(
+        "--push", metavar="USER/NAME", help="put it on the Hub; an export given as the source is pushed as it is"
+    )
+    commands.add_argument("--public", action="store_true", help="a new repository is public; otherwise private")
+    commands.add_argument("--tag", help="tag the commit, such as step-2000, so that this revision can be pinned")
+    commands.add_argument(
+        "--gguf", type=Path, metavar="PATH", help="GGUF file, or folder of them, for the repository USER/NAME-GGUF"
+    )
+    commands.add_argument("--dry-run", action="store_true", help="list what --push would send, and send nothing")
+    commands.add_argument(
+        "--force",
+        action="store_true",
+        help="push in spite of what `check` finds, an unknown licence or an unmeasured GGUF",
+    )
+    commands.add_argument(
+        "--format",
+        choices=("engines", "nemo"),
+        default="engines",
+        help="nemo: as NeMo AutoModel consolidates, for its own tools; engines load the default (docs/nemo.md)",
+    )
     args = parse(commands, argv)
-    o, state, _, step = open_drafter(args.source, args.config, args.overrides)
-    output = Path(args.output or o.recipe.export.output or Path(o.recipe.output_dir) / "export")
-    print(f"exported to {export_run(o, state, output, step=step)}")
+    if args.push and args.format == "nemo":
+        raise ValueError(
+            f"--push {args.push}: pushes what engines load, which --format nemo is not; leave one of them out"
+        )
+    if not args.push and (args.public or args.tag or args.gguf or args.dry_run or args.force):
+        raise ValueError("--public, --tag, --gguf, --dry-run and --force belong to --push USER/NAME")
+    as_it_is = (
+        args.push and (Path(args.source) / RECORD).is_file() and not (args.output or args.overrides or args.config)
+    )
+    if as_it_is:
+        output = Path(args.source)
+    else:
+        o, state, _, step = open_drafter(args.source, args.config, args.overrides)
+        output = Path(args.output or o.recipe.export.output or Path(o.recipe.output_dir) / "export")
+        written = export_run(o, state, output, step=step)
+        print(f"exported to {nemo_style(written) if args.format == 'nemo' else written}")
+        if args.format == "engines":
+            print(summary(output, o))
+    if args.push:
+        push_export(
+            output, args.push, public=args.public, tag=args.tag, gguf=args.gguf, force=args.force, dry_run=args.dry_run
+        )
     return 0
 
 

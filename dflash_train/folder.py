@@ -18,6 +18,12 @@ from dflash_train.config.values import parse_json
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
 
 RECORD, WEIGHTS, INDEX = "dflash_train.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}  # safetensors' names -> config.json's
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 
 class Header(NamedTuple):
@@ -103,7 +109,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
 def read_record(folder: Path) -> dict[str, Any]:
     """The training record of one of our exports; empty for a folder that somebody else made."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
-    for key in ("spec", "target", "provenance"):
+    for key in ("spec", "target", "provenance", "card"):
         if not isinstance(record.get(key, {}), dict):
             raise ValueError(f"{folder / RECORD}: {key} = {record[key]!r}: must be an object; export the drafter again")
     return record

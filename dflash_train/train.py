@@ -63,7 +63,7 @@ from dflash_train.data.stream import RowStream
 from dflash_train.drafter.spec import tensor_shapes
 from dflash_train.engine.base import Engine
 from dflash_train.engine.build import build_engine
-from dflash_train.export import check_output, export_run, rewrite_card
+from dflash_train.export import check_output, export_run, find_licences, record_licences, rewrite_card
 from dflash_train.faults import forget_skips, memory_explained, note_skips, one_voice, stopped_message
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
@@ -185,9 +185,11 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
         read_certificate(Path(recipe.data.certificate))  # before the data, which may take long
 
     o = outline(recipe)
+    recipe = o.recipe  # with what it took from drafter.init_from
     stream = build_stream(o)
     # The files are hashed once, by rank 0; there is nothing in it that ranks could disagree about.
     certificate = certify_rows(o, stream) if ranks.is_rank0() else None
+    licences = find_licences(o) if ranks.is_rank0() else []
     heldout = heldout_examples(o) if recipe.data.heldout else []
     prompts = heldout_prompts(o) if recipe.data.heldout else []
     check_heldout(recipe, heldout, prompts, o.spec.selector_top_k)
@@ -246,14 +248,17 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             say(note)
         forget_skips(folder, state.step)
         recipe.provenance = provenance()
-        if not saved:  # what an earlier run here measured must not end up on this one's model card
-            for name in ("evaluation.json", "client.json"):
+        if not saved:  # what an earlier run here measured or began from is not this one's
+            for name in ("evaluation.json", "client.json", "init_from.json"):
                 (folder / name).unlink(missing_ok=True)
         if saved:  # the first start stays on record
             first = load_recipe(str(folder / "config.yaml")).provenance
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         disk.replace(folder / "config.yaml", [to_yaml(recipe).encode()])
         write_certificate(certificate, folder / CERTIFICATE)
+        if o.start:
+            o.start.write(folder, o.start_hash)
+        record_licences(o, licences)
         disk.replace(folder / "notes.json", [json.dumps(stream.examples.kept.origin).encode()])  # for the report
         tracker = Tracker(recipe, resumed_at=state.step)
     state.best = ranks.broadcast_object(state.best)

@@ -38,11 +38,12 @@ from transformers.utils.logging import disable_progress_bar
 from dflash_train import assets, train
 from dflash_train.acceptance import Tau
 from dflash_train.build import Outline, build_step, build_stream, heldout_examples, heldout_prompts, outline, stop_ids
+from dflash_train.card import CardFacts
 from dflash_train.config.load import load_recipe, run_command
 from dflash_train.config.schema import Recipe
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.engine.torch import TorchEngine
-from dflash_train.export import CardFacts, write_export
+from dflash_train.export import write_export
 from dflash_train.folder import load_drafter_folder
 from dflash_train.method import DraftStep
 from dflash_train.regenerate import regenerate
@@ -307,7 +308,7 @@ def train_nemo(
         target=o.info,
         dtype=getattr(torch, o.recipe.export.precision.value),
         tokenizer_dir=None,
-        card=CardFacts(name=settings.name, base_model=o.info.path, license=o.recipe.export.license),
+        card=CardFacts(name=settings.name, base_model=o.info.path, license=o.recipe.export.license or "unknown"),
     )
     return Run(
         name=settings.name,

@@ -1,6 +1,6 @@
 """Write docs/templates.md: what becomes of conversations under real chat templates: python scripts/template_support.py [--check].
 
-The templates are those that scripts/fetch_templates.py fetches. Their tokenizers are not to be had offline, so each gets one that has the
+The templates are those that scripts/fetch_llama_cpp.py fetches. Their tokenizers are not to be had offline, so each gets one that has the
 template's special strings as tokens and is otherwise one token a byte: masks are then exact to the character.
 """
 
@@ -24,7 +24,7 @@ from dflash_train.data.template import Template
 from dflash_train.types import Conversation, TokenizedExample
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, DOC = ROOT / ".rivals" / "templates", ROOT / "docs" / "templates.md"
+FOLDER, DOC = ROOT / ".rivals/llama.cpp/models/templates", ROOT / "docs" / "templates.md"
 MARK = re.compile(
     r"<\|[^|<>{}\s]+\|>|<｜[^<>{}]+｜>|〈\|[^|]+\|〉|<\|[a-z_]+>|<[a-z_]+\|>|<\|/[a-z_]+>|</?s>|</?think(?::\w+)?>|<SPECIAL_\d+>"
     r"|<(?:start|end)_of_turn>|<(?:end|beginning)_of_sentence>|<seed:(?:bos|eos)>|</?tool_calls?>|<sep>|\[/?[A-Z_]{3,}\]|\[gMASK\]|<sop>"
@@ -197,7 +197,7 @@ def document() -> str:
     lines = [
         "# Chat templates",
         "",
-        "What becomes of a row under real chat templates; `python scripts/fetch_templates.py` fetches them, `python scripts/template_support.py`",
+        "What becomes of a row under real chat templates; `python scripts/fetch_llama_cpp.py` fetches them, `python scripts/template_support.py`",
         "writes this page from what the code does with them (`--check` compares; a test does).",
         "",
         "*yes*: the answer is supervised after the generation prompt that serving sends. *whole*: one row holds all answers; *per turn*: a row for",
@@ -222,7 +222,7 @@ def document() -> str:
 
 def main() -> int:
     if not templates():
-        print("no templates: python scripts/fetch_templates.py", file=sys.stderr)
+        print("no templates: python scripts/fetch_llama_cpp.py", file=sys.stderr)
         return 2
     if "--check" not in sys.argv[1:]:
         DOC.write_text(document(), encoding="utf-8")

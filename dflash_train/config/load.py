@@ -29,6 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dflash_train.config import nemo
 from dflash_train.config.schema import Recipe
 from dflash_train.config.secrets import is_secret_variable, scrubbed, without_keys
 from dflash_train.config.validate import validate
@@ -163,15 +164,20 @@ def _split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     return chosen, values
 
 
-def _groups_in_defaults(path: Path) -> set[str]:
-    """Groups that the `defaults:` of a recipe choose, or of a recipe that it builds on. Raises ValueError for a broken file."""
+def _listed(path: Path) -> dict[str, Any]:
+    """A recipe as it stands in its file. Raises ValueError for a broken one."""
     try:
         listed = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(listed, dict):
         raise ValueError(f"{path}: a recipe is a mapping of sections, this is a {type(listed).__name__}")
-    defaults = listed.get("defaults") or []
+    return listed
+
+
+def _groups_in_defaults(path: Path) -> set[str]:
+    """Groups that the `defaults:` of a recipe choose, or of a recipe that it builds on. Raises ValueError for a broken file."""
+    defaults = _listed(path).get("defaults") or []
     if not isinstance(defaults, list):
         raise ValueError(f"{path}: defaults is a list, such as [demo, _self_]; this is a {type(defaults).__name__}")
     found: set[str] = set()
@@ -193,11 +199,20 @@ def load_recipe(name: str | None, overrides: list[str] | None = None) -> Recipe:
     """
     path = None if name is None else find_recipe(name)
     where = "command line" if path is None else str(path)
-    chosen, values = _split_overrides(overrides or [])
-    try:
+    with _explained(where):
+        if path is not None and nemo.is_nemo(listed := _listed(path)):
+            return _load_nemo(listed, path, overrides or [])
+        chosen, values = _split_overrides(overrides or [])
         in_defaults = set() if path is None else _groups_in_defaults(path)
         chosen = [c if c.split("=")[0] in in_defaults else f"+{c}" for c in chosen]
         return _seal(_compose(path, [*chosen, *values], where), where)
+
+
+@contextlib.contextmanager
+def _explained(where: str) -> typing.Iterator[None]:
+    """What OmegaConf has to say, as an error that names the recipe."""
+    try:
+        yield
     except OmegaConfBaseException as error:
         raise ValueError(f"{where}: {_explain(error)}") from error
     except RecursionError:
@@ -207,7 +222,7 @@ def load_recipe(name: str | None, overrides: list[str] | None = None) -> Recipe:
 
 
 def _compose(path: Path | None, overrides: list[str], where: str) -> DictConfig:
-    """What Hydra makes of a recipe, references not yet followed."""
+    """What Hydra makes of a recipe and overrides in its grammar, references not yet followed."""
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     GlobalHydra.instance().clear()
     try:
@@ -233,6 +248,27 @@ def _variable(name: str, *default: Any) -> Any:
     return os.environ.get(name, *default)
 
 
+def _load_nemo(listed: dict[str, Any], path: Path, overrides: list[str]) -> Recipe:
+    """A recipe of NeMo AutoModel; overrides may name its fields or our knobs, which win."""
+    theirs = {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if nemo.is_nemo_override(key):
+            try:
+                theirs[key] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ValueError(f"command line: {text}: not a YAML value ({error})") from None
+    found = nemo.read_nemo(nemo.change(listed, theirs), str(path))
+    ours = [text for text in overrides if text.partition("=")[0] not in theirs]
+    chosen, values = _split_overrides(ours)
+    changes = _compose(None, [*(f"+{c}" for c in chosen), *values], "command line")
+    _check_keys(changes, Recipe, "command line")
+    merged = OmegaConf.merge(OmegaConf.create(found.recipe), OmegaConf.create(OmegaConf.to_container(changes)))
+    recipe = _seal(merged, str(path))
+    recipe.given, recipe.notes = found.given | frozenset(_leaves(changes)), found.notes
+    return recipe
+
+
 def _seal(composed: DictConfig, where: str) -> Recipe:
     _check_keys(composed, Recipe, where)
     _check_kinds(composed, where)
@@ -246,8 +282,19 @@ def _seal(composed: DictConfig, where: str) -> Recipe:
         # OmegaConf does not look into a list that may be null.
         if OmegaConf.is_list(value) and not fits(OmegaConf.to_container(value), kind):
             raise ValueError(f"{where}: {name} = {value}: an item has another type (expected {type_name(kind)})")
+    recipe.given = frozenset(_leaves(composed))
     validate(recipe, where)
     return recipe
+
+
+def _leaves(node: DictConfig, cls: type = Recipe, prefix: str = "") -> typing.Iterator[str]:
+    """Dotted names of the knobs that a node sets, null included."""
+    hints = typing.get_type_hints(cls)
+    for key in map(str, node):
+        if not dataclasses.is_dataclass(hints[key]):
+            yield prefix + key
+        elif OmegaConf.select(node, key) is not None:
+            yield from _leaves(node[key], hints[key], f"{prefix}{key}.")
 
 
 def _check_kinds(composed: DictConfig, where: str) -> None:
@@ -374,7 +421,23 @@ def parse(commands: argparse.ArgumentParser, argv: list[str]) -> argparse.Namesp
     if not argv:
         commands.print_help(sys.stderr)
         raise SystemExit(2)
-    return commands.parse_intermixed_args(argv)
+    return commands.parse_intermixed_args(_without_dashes(argv))
+
+
+def _without_dashes(argv: list[str]) -> list[str]:
+    """`--section.key value` and `--section.key=value`, as NeMo AutoModel's command writes them, as `section.key=value`."""
+    out, rest = [], iter(argv)
+    for text in rest:
+        if re.fullmatch(r"--\w+\.[\w.]+=.*", text, re.DOTALL):
+            out.append(text[2:])
+        elif re.fullmatch(r"--\w+\.[\w.]+", text):
+            value = next(rest, None)
+            if value is None or value.startswith("--"):
+                raise ValueError(f"command line: {text} has no value; write {text[2:]}=VALUE")
+            out.append(f"{text[2:]}={value}")
+        else:
+            out.append(text)
+    return out
 
 
 def parse_command(argv: list[str], *, prog: str, description: str) -> Recipe:

@@ -247,8 +247,15 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """What the drafter is. Everything here goes into its config.json."""
+    """What the drafter is. Everything here goes into its config.json, but for where its first weights come from."""
 
+    init_from: str | None = knob(
+        None,
+        """Folder or Hub id of a released DFlash or DFlash 2 drafter to start from (docs/warm_start.md). What is not set below is then the
+        released drafter's; what is set and contradicts it is refused. Null: fresh weights.""",
+        identity=True,
+    )
+    init_revision: str | None = knob(None, "Hub revision of init_from (branch, tag or commit) to pin.", identity=True)
     block_size: int = knob(16, "K: one anchor and K-1 drafted slots.", identity=True)
     mask_token_id: int | None = knob(
         None,
@@ -283,6 +290,7 @@ class DrafterConfig:
     )
     selector_top_k: int = knob(16, "Candidates per slot; a power of two.", identity=True)
     rope_theta: float | None = knob(None, "RoPE base; null: the target's.", identity=True)
+    rms_norm_eps: float | None = knob(None, "Epsilon of the RMS norms; null: the target's.", identity=True)
     output_multiplier: float | None = knob(
         None, "Factor on the logits before the soft-cap; null: the target's, 1 for most.", identity=True
     )
@@ -419,7 +427,16 @@ class ExportConfig:
 
     output: str | None = knob(None, "Folder of the export; null: <output_dir>/export.")
     precision: Precision = knob(Precision.bfloat16, "Weights of the export; float32 keeps the masters.")
-    license: str = knob("apache-2.0", "Licence named on the model card.")
+    license: str | None = knob(
+        None,
+        """Licence on the model card, as the Hub spells it; null: what follows from target, initial drafter and data (docs/serving.md). One that is freer
+        than theirs is refused.""",
+    )
+    owned: bool = knob(
+        False,
+        """You hold the rights in target, initial drafter and data, or their owners let you, so that none of their licences restricts the export or forbids
+        the start.""",
+    )
 
 
 @dataclass(kw_only=True)
@@ -453,3 +470,8 @@ class Recipe:
     provenance: dict[str, Any] = knob(
         {}, "Written with the run (versions, git state, command line); ignored when read back."
     )
+
+    def __post_init__(self) -> None:
+        """What `load.py` knows beside the knobs: those that were set (dotted names), and what there is to say about them."""
+        self.given: frozenset[str] = frozenset()
+        self.notes: list[str] = []

@@ -10,6 +10,7 @@ from dflash_train.config.mixture import settings
 from dflash_train.config.schema import (
     Backend,
     DataConfig,
+    DrafterConfig,
     EvaluateConfig,
     LongDocuments,
     Precision,
@@ -39,7 +40,7 @@ def validate(recipe: Recipe, where: str) -> None:
         ("train.global_batch_size", t.global_batch_size), ("train.micro_batch_size", t.micro_batch_size),
         ("train.num_anchors", t.num_anchors), ("train.log_every_steps", t.log_every_steps),
         ("train.keep_checkpoints", t.keep_checkpoints), ("train.max_skipped_steps", t.max_skipped_steps), ("data.max_length", recipe.data.max_length),
-        ("drafter.num_hidden_layers", d.num_hidden_layers), ("objective.chunk_rows", o.chunk_rows),
+        ("objective.chunk_rows", o.chunk_rows),
         ("regenerate.max_new_tokens", recipe.regenerate.max_new_tokens),
         ("evaluate.max_new_tokens", recipe.evaluate.max_new_tokens), ("train.decode_prompts", t.decode_prompts),
         ("evaluate.client_prompts", recipe.evaluate.client_prompts),
@@ -74,16 +75,44 @@ def validate(recipe: Recipe, where: str) -> None:
     _validate_data(recipe.data, where, need)
 
     need(
-        d.block_size >= 2,
-        "drafter.block_size",
-        d.block_size,
-        "a block is an anchor and at least one drafted slot: must be at least 2",
-    )
-    need(
         recipe.data.max_length >= 2,
         "data.max_length",
         recipe.data.max_length,
         "must hold an anchor and a drafted token",
+    )
+    if d.init_from is None:  # else after what is not set has been derived
+        validate_drafter(d, where)
+    gamma = o.loss_decay_gamma
+    need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
+    need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
+    for name, value in [
+        ("train.seed", t.seed), ("regenerate.seed", recipe.regenerate.seed), ("evaluate.seed", recipe.evaluate.seed),
+    ]:  # fmt: skip
+        need(value >= 0, name, value, "must not be negative")
+    _validate_evaluation(recipe.evaluate, need)
+    _validate_choice(recipe, need)
+    _validate_regeneration(recipe.regenerate, where, need)
+    need(
+        recipe.export.precision is not Precision.auto,
+        "export.precision",
+        "auto",
+        "name the format: bfloat16 or float32",
+    )
+
+
+def validate_drafter(d: DrafterConfig, where: str) -> None:
+    """The same for what the drafter is."""
+
+    def need(ok: bool, name: str, value: object, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {name} = {value}: {rule}")
+
+    need(d.num_hidden_layers >= 1, "drafter.num_hidden_layers", d.num_hidden_layers, "must be at least 1")
+    need(
+        d.block_size >= 2,
+        "drafter.block_size",
+        d.block_size,
+        "a block is an anchor and at least one drafted slot: must be at least 2",
     )
     need(d.conv_kernel_size >= 0, "drafter.conv_kernel_size", d.conv_kernel_size, "must be 0 (no convolution) or more")
     need(
@@ -131,26 +160,11 @@ def validate(recipe: Recipe, where: str) -> None:
     for name, value in [
         ("num_attention_heads", d.num_attention_heads), ("num_key_value_heads", d.num_key_value_heads),
         ("head_dim", d.head_dim), ("intermediate_size", d.intermediate_size), ("rope_theta", d.rope_theta),
+        ("rms_norm_eps", d.rms_norm_eps),
         ("output_multiplier", d.output_multiplier), ("final_logit_softcapping", d.final_logit_softcapping),
         ("input_embedding_scale", d.input_embedding_scale),
     ]:  # fmt: skip
         need(value is None or value > 0, f"drafter.{name}", value, "must be null or positive")
-    gamma = o.loss_decay_gamma
-    need(gamma is None or gamma > 0, "objective.loss_decay_gamma", gamma, "must be null or positive")
-    need(o.selector_loss_weight >= 0, "objective.selector_loss_weight", o.selector_loss_weight, "must not be negative")
-    for name, value in [
-        ("train.seed", t.seed), ("regenerate.seed", recipe.regenerate.seed), ("evaluate.seed", recipe.evaluate.seed),
-    ]:  # fmt: skip
-        need(value >= 0, name, value, "must not be negative")
-    _validate_evaluation(recipe.evaluate, need)
-    _validate_choice(recipe, need)
-    _validate_regeneration(recipe.regenerate, where, need)
-    need(
-        recipe.export.precision is not Precision.auto,
-        "export.precision",
-        "auto",
-        "name the format: bfloat16 or float32",
-    )
 
 
 def _validate_evaluation(e: EvaluateConfig, need: Callable[[bool, str, object, str], None]) -> None:

@@ -385,8 +385,9 @@ def is_network(error: BaseException) -> bool:
     """Whether an error may go away by itself: no connection, a timeout, a busy server."""
     from huggingface_hub.utils import httpx
 
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:  # an answer, of httpx or in huggingface_hub's own class of errors
+        return status in (408, 429) or status >= 500
     return isinstance(error, ConnectionError | TimeoutError | httpx.TransportError)
 
 

@@ -130,7 +130,7 @@ def resolve_spec(drafter: DrafterConfig, target: TargetInfo) -> DrafterSpec:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=target.rms_norm_eps,
+        rms_norm_eps=float(pick(drafter.rms_norm_eps, target.rms_norm_eps)),
         rope_theta=float(pick(drafter.rope_theta, target.rope_theta)),
         max_position_embeddings=target.max_position_embeddings,
         sliding_window=window,

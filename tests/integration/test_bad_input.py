@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import os
 import signal
 import subprocess
 from collections.abc import Callable

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_train.card import CardFacts
 from dflash_train.check import check, main
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
-from dflash_train.export import CardFacts, write_export
+from dflash_train.export import write_export
 from dflash_train.types import TargetInfo
 
 reference = pytest.importorskip("dflash.model")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import toys
 from stubs import free_port
 
 from dflash_train.assets import resolve
@@ -22,7 +23,7 @@ from dflash_train.generation.embedded import Embedded
 from dflash_train.generation.openai import OpenAIBackend
 
 pytest.importorskip("xllamacpp", reason="make rivals installs llama.cpp's server")
-pytest.importorskip("gguf", reason="make rivals installs it")
+pytest.importorskip("sentencepiece", reason="make rivals installs it")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,9 @@ KNOBS = ["target=embedded", "target.precision=float32", "regenerate.prompts=embe
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Base URL of llama.cpp serving the embedded target in fp32; killed at the end."""
-    from gguf_target import write_gguf
-
     folder = tmp_path_factory.mktemp("llama")
-    write_gguf(Path(resolve("embedded", "target")), folder / "tiny.gguf")
+    convert_gguf = toys.script("convert_gguf", "scripts")
+    convert_gguf.convert_target(Path(resolve("embedded", "target")), folder / "tiny.gguf", outtype="f32")
     port, log = free_port(), folder / "server.log"
     command = [sys.executable, str(ROOT / "tests/llama_server.py"), str(folder / "tiny.gguf"), str(port)]
     with log.open("w") as stream:

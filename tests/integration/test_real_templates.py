@@ -23,7 +23,7 @@ def there():
     if not NAMES:
         if os.environ.get("CI"):
             pytest.fail("no templates: make rivals")
-        pytest.skip("no templates: python scripts/fetch_templates.py")
+        pytest.skip("no templates: python scripts/fetch_llama_cpp.py")
 
 
 def spans(example, tokenizer) -> list[str]:

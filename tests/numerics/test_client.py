@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from dflash_train import client, evaluate
 from dflash_train.acceptance import Tau
+from dflash_train.card import CardFacts
 from dflash_train.client import GapReport, Parted, client_decode, gap_alarm, is_near_tie, own_decode
 from dflash_train.config.load import CheckFailed
 from dflash_train.config.schema import ClientCheck, EvaluateConfig
 from dflash_train.drafter.spec import UNUSED
-from dflash_train.export import CardFacts, write_export
+from dflash_train.export import write_export
 from dflash_train.folder import load_drafter_folder
 from dflash_train.generation.single import speculative_decode
 from dflash_train.types import Prompt

@@ -8,8 +8,9 @@ import pytest
 import torch
 import toys
 
+from dflash_train.card import CardFacts
 from dflash_train.drafter.decode import DraftSession
-from dflash_train.export import CardFacts, write_export
+from dflash_train.export import write_export
 from dflash_train.generation.single import GREEDY, _propose, plain_decode, speculative_decode
 from dflash_train.walk import accepted_at_anchors, walk_rounds
 

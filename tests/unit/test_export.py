@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from published import MUSE, QWEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash_train.build import hash_weights
-from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, tensor_shapes
-from dflash_train.export import CardFacts, check_output, model_card, write_export
+from dflash_train.card import CardFacts, model_card, serving, target_record
+from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
+from dflash_train.engines import ENGINES, contradictions, lines
+from dflash_train.export import check_output, write_export
 from dflash_train.folder import load_drafter_folder, public_name
+from dflash_train.licences import front_matter_of
 from dflash_train.types import TargetInfo
 
 SPEC = DrafterSpec(
@@ -85,25 +90,57 @@ def test_round_trip(tmp_path, dtype, spec):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("published", [QWEN, MUSE], ids=["Qwen3.8-27B", "Muse-Glimmer-30B"])
+def test_config_is_the_published_one_key_for_key(published):
+    """Of the same drafter we write what z-lab wrote, and block_size a second time for exllamav3 and for engines that look at the top alone."""
+    ids = {name: published[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
+    config = to_hf_config(from_hf_config(published), dtype="bfloat16", **ids)
+    ours = {k: v for k, v in config.items() if k not in ("block_size", "use_cache")}
+    assert ours == {k: v for k, v in published.items() if k not in ("transformers_version", "use_cache")}
+    assert config["block_size"] == published["dflash_config"]["block_size"]
+
+
 def test_config_contract(tmp_path):
     config = json.loads((export(tmp_path / "out") / "config.json").read_text())
-    assert config["architectures"] == ["DFlash2DraftModel"]
-    assert config["model_type"] == "qwen3"
-    assert config["dflash_config"] == {
-        "block_size": 8, "mask_token_id": 150, "target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16,
-        "selector_rank": 8, "selector_top_k": 4,
+    assert config.pop("transformers_version")
+    assert config == {
+        "architectures": ["DFlash2DraftModel"], "attention_bias": False, "attention_dropout": 0.0, "block_size": 8, "bos_token_id": 1,
+        "dflash_config": {
+            "block_size": 8, "mask_token_id": 150, "target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16,
+            "selector_rank": 8, "selector_top_k": 4,
+        },
+        "dtype": "bfloat16", "eos_token_id": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+        "intermediate_size": 96, "is_causal": False, "layer_types": [SLIDING, SLIDING], "max_position_embeddings": 512,
+        "max_window_layers": 2, "model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+        "num_target_layers": 5, "pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "sliding_window": 32, "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": True, "vocab_size": 160,
     }  # fmt: skip
-    assert config["block_size"] == 8
-    assert config["num_target_layers"] == 5
-    assert config["layer_types"] == [SLIDING, SLIDING]
-    assert (config["sliding_window"], config["use_sliding_window"]) == (32, True)
-    assert config["is_causal"] is False
-    assert config["rope_parameters"] == {"rope_theta": 1e4, "rope_type": "default"}
-    assert config["dtype"] == "bfloat16"
-    assert config["attention_bias"] is False
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 0)
-    assert "transformers_version" in config
-    assert "auto_map" not in config
+
+
+# Of z-lab/Qwen3.8-27B-DFlash2: 81 tensors.
+LAYER = {
+    "input_layernorm.weight": (5120,), "post_attention_layernorm.weight": (5120,), "self_attn.q_proj.weight": (4096, 5120),
+    "self_attn.k_proj.weight": (1024, 5120), "self_attn.v_proj.weight": (1024, 5120), "self_attn.o_proj.weight": (5120, 4096),
+    "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,), "mlp.gate_proj.weight": (17408, 5120),
+    "mlp.up_proj.weight": (17408, 5120), "mlp.down_proj.weight": (5120, 17408), "attention_conv.base_kernel": (2, 2, 5120),
+    "attention_conv.kernel_projection.weight": (1280, 5120), "mlp_conv.base_kernel": (2, 2, 5120), "mlp_conv.kernel_projection.weight": (1280, 5120),
+}  # fmt: skip
+PUBLISHED_TENSORS = {
+    "fc.weight": (5120, 25600), "hidden_norm.weight": (5120,), "norm.weight": (5120,),
+    "candidate_selector.predecessor_codebook": (248320, 256), "candidate_selector.successor_codebook": (248320, 256),
+    "candidate_selector.hidden_projection.weight": (256, 5120),
+} | {f"layers.{n}.{name}": shape for n in range(5) for name, shape in LAYER.items()}  # fmt: skip
+
+
+def test_tensors_are_the_published_ones():
+    assert tensor_shapes(from_hf_config(QWEN)) == PUBLISHED_TENSORS and len(PUBLISHED_TENSORS) == 81
+
+
+@pytest.mark.parametrize(("published", "payload"), [(QWEN, 3_848_817_896), (MUSE, 5_544_328_424)])
+def test_size_is_the_published_one(published, payload):
+    """The files' sizes, less the header that names the tensors."""
+    ours = 2 * sum(math.prod(shape) for shape in tensor_shapes(from_hf_config(published)).values())
+    assert 0 <= payload - ours < 20_000
 
 
 def test_all_full_has_no_window(tmp_path):
@@ -174,6 +211,12 @@ def test_bad_tensors_are_refused_and_leave_nothing(tmp_path, how, message):
 def test_wrong_target_is_refused(tmp_path):
     with pytest.raises(ValueError, match="num_target_layers = 5"):
         export(tmp_path / "out", target=replace(TARGET, num_layers=6))
+
+
+@pytest.mark.parametrize(("ids", "says"), [((0, 4), "last layer"), ((2, 0), "ascending"), ((0, 7), "does not exist")])
+def test_wrong_layers_are_refused(tmp_path, ids, says):
+    with pytest.raises(ValueError, match=says):
+        export(tmp_path / "out", spec=replace(SPEC, target_layer_ids=ids))
 
 
 def test_replaces_only_an_earlier_export(tmp_path):
@@ -251,6 +294,7 @@ def test_record(tmp_path):
     assert record["tau"]["math"]["rounds"] == 10 and record["walk_tau"] == 3.6
     assert record["weights"] == hash_weights(random_state())
     assert record["provenance"] == {"git": "deadbeef"}
+    assert record["card"]["license"] == "apache-2.0" and record["card"]["decoded"]["tau"]["math"]["rounds"] == 10
     assert str(tmp_path) not in (out / "README.md").read_text() + (out / "dflash_train.json").read_text()
 
 
@@ -279,6 +323,58 @@ def test_card():
     assert "check FAILED" in text and "not an independent check" in text
     v1 = model_card(replace(SPEC, conv_kernel_size=0, selector_rank=0), CARD)
     assert "A DFlash drafter" in v1 and "DFlash2DraftModel" not in v1
+
+
+def test_card_states_target_and_trained_length():
+    text = model_card(SPEC, replace(CARD, target=target_record(TARGET), provenance={"row_length": 3072}))
+    assert "`acme/tiny` at abc: 5 layers, hidden size 64, vocabulary 160, tied embeddings" in text
+    assert "rows of up to 3072 tokens" in text and "- row_length: 3072" in text
+
+
+def test_card_has_settings_for_this_drafter_and_target():
+    text = model_card(SPEC, CARD)
+    assert (
+        "--speculative-draft-attention-backend fa4" in text
+        and "never attention_backend" in text
+        and "linear-attn" not in text
+    )
+    for floor in (
+        "SGLang 0.5.19",
+        "vLLM 0.28.0 with the V2 model runner",
+        "after 2026-08-27",
+        "TensorRT-LLM 1.3.0rc28",
+        "pull request 17865",
+        "oMLX 0.6.3rc1",
+    ):
+        assert floor in text, floor
+    full = model_card(replace(SPEC, sliding_window=None, layer_types=(FULL, FULL)), CARD)
+    assert "--speculative-draft-attention-backend" not in full and "never attention_backend" not in full
+    hybrid = replace(CARD, target=target_record(replace(TARGET, model_type="qwen3_5_text")))
+    assert "--mamba-scheduler-strategy" in model_card(SPEC, hybrid)
+    assert "### Splash" not in text and "### Splash" in model_card(from_hf_config(QWEN), CARD)
+
+
+def test_every_launch_line_of_the_card_agrees_with_the_drafter():
+    """What `check --launch` says of the card's own lines."""
+    for k in (4, 8, 16):
+        spec = replace(SPEC, block_size=k)
+        s = serving(spec, target="acme/tiny", draft="acme/drafter", family="qwen3")
+        for engine in ENGINES:
+            for _, text in lines(engine, s):
+                assert "$" not in text
+                found = [
+                    f
+                    for f, _ in contradictions(text, s)
+                    if f.fatal and f.engine.split(",")[0] in (engine.name, "dflash client")
+                ]
+                assert found == [], (engine.name, text)
+
+
+@pytest.mark.parametrize("licence", ["other", "unknown", "apache-2.0", "cc-by-nc-4.0"])
+def test_card_front_matter_is_yaml(licence):
+    front = front_matter_of(model_card(SPEC, replace(CARD, license=licence, base_model="1on/no")))
+    assert (front["license"], front["base_model"], front["library_name"]) == (licence, "1on/no", "dflash")
+    assert ("license_name" in front) == (licence == "other")
 
 
 def test_public_name(tmp_path):

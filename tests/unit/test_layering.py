@@ -16,12 +16,13 @@ LAYERS = [
     {"metrics", "kernels", "optim", "disk", "stop"},
     {"data", "target", "drafter", "objective"},
     {"engine", "checkpoint", "track"},
-    {"method", "folder", "dashboard"},
-    {"build", "walk", "faults"},
+    {"method", "folder", "dashboard", "engines", "licences", "push"},
+    {"released"},
+    {"build", "walk", "card", "faults"},
     {"generation"},
-    {"regenerate", "client"},
+    {"regenerate", "client", "check"},
     {"export", "evaluate"},
-    {"check", "heldout", "report"},
+    {"heldout", "report"},
     {"train"},
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

