@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -48,11 +49,17 @@ class Outline:
     spec: DrafterSpec
     gamma: float
     start: Start | None = None  # what the first weights come from; None: fresh ones
-    start_hash: str | None = None  # of the released tensors, once they are read
 
     @property
     def decay_S(self) -> np.ndarray:
         return np.array(decay(self.spec.block_size, self.gamma))
+
+    @functools.cached_property
+    def start_hash(self) -> str:
+        """Of the released tensors that `start` begins with, which are read for it."""
+        assert self.start is not None
+        tensors, _ = self.start.released.tensors(self.start.spec)
+        return hash_weights(tensors)
 
 
 def say(text: str) -> None:
@@ -208,10 +215,9 @@ def build_step(o: Outline, device: torch.device) -> DraftStep:
     target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     drafter = Drafter(spec)
     if o.start:
-        tensors, shared = o.start.load(drafter, o.recipe.train.seed)
+        shared = o.start.load(drafter, o.recipe.train.seed)
         if shared:
             o.start.check_shared(shared, target.embed(torch.arange(spec.vocab_size, device=device)), target.head_VH)
-        o.start_hash = hash_weights(tensors)
         say(f"starting from {o.start.released.name} ({o.start.released.format}, weights {o.start_hash})")
     else:
         initialise(drafter, o.recipe.train.seed)
@@ -243,7 +249,7 @@ def run_identity(o: Outline, stream: RowStream) -> dict[str, Any]:
     train = o.recipe.train
     weights = [source.weight for source in stream.examples.sources]
     mixed = {"weights": weights} if set(weights) != {1.0} else {}
-    began = {"init_from": o.start_hash} if o.start else {}
+    began = {"init_from": o.start_hash} if o.start else {}  # a resume is refused before the target is read
     return identity_of(
         o.spec,
         **mixed,

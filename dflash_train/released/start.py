@@ -65,8 +65,8 @@ class Start:
                 "cannot say otherwise; start from a drafter of this target"
             )
 
-    def load(self, drafter: Drafter, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Fill a drafter: released weights, and what is new so that it changes nothing. Returns (released tensors, copies of the target's)."""
+    def load(self, drafter: Drafter, seed: int) -> dict[str, torch.Tensor]:
+        """Fill a drafter: released weights, and what is new so that it changes nothing. Returns the folder's copies of the target's tensors."""
         tensors, shared = self.released.tensors(self.spec)
         initialise(drafter, seed)
         own = dict(drafter.named_parameters())
@@ -77,7 +77,7 @@ class Start:
                 # A new layer adds nothing to the residual until it has learned; both matrices have a gradient at zero.
                 own[f"layers.{n}.self_attn.o_proj.weight"].zero_()
                 own[f"layers.{n}.mlp.down_proj.weight"].zero_()
-        return tensors, shared
+        return shared
 
     def check_shared(self, shared: dict[str, torch.Tensor], embedding_VH: torch.Tensor, head_VH: torch.Tensor) -> None:
         """Raise ValueError where the folder's own embedding or head is not the target's, which is what will be used."""
