@@ -11,6 +11,7 @@ import toys
 
 from dflash_train.assets import resolve
 from dflash_train.config.load import load_recipe
+from dflash_train.export import gguf_files, gguf_measured
 from dflash_train.regenerate import regenerate
 from dflash_train.train import train
 
@@ -92,6 +93,27 @@ def test_llama_cpp(work):
     assert sum(row["telling"] > 0 for row in rows) >= 4
     row = roundtrip.compare("llama.cpp", roundtrip.BASE, did["drafters"]["full"], work, ours)
     assert row["text_identical"] == PROMPTS and "other rounds" in roundtrip.wrong(row)
+
+
+def test_what_fewer_bits_cost_is_kept_as_a_push_wants_it(work, tmp_path):
+    need("xllamacpp", "sentencepiece")
+    work, ours = work
+    work = some(work, [roundtrip.BASE])
+    whole, rounded = roundtrip.stored_as(work, ours, ["f32", "q4_0"], tmp_path, "tiny")
+    assert set(gguf_files(tmp_path)) == {"tiny-F32.gguf", "tiny-Q4_0.gguf"}
+    assert rounded["mebibytes"] < whole["mebibytes"] / 4 and whole["texts_identical"] == PROMPTS
+    engine = roundtrip.ENGINES["llama.cpp"]
+    taken = sum(
+        r.accepted
+        for p, t in zip(work.prompts, work.texts)
+        for r in ours.rounds(roundtrip.BASE, t, len(p["ids"]), engine)
+    )
+    assert whole["accepted"] == taken and whole["passes"] == whole["tokens"] - taken
+    measured = gguf_measured(tmp_path)["tiny-Q4_0.gguf"]
+    assert measured == {k: rounded[k] for k in ("tau", "tokens")} | {
+        "rounds": rounded["passes"],
+        "reference": whole["tau"],
+    }
 
 
 def test_mlx(work):
