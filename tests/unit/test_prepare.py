@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import toys
 
-from dflash_train.build import build_stream, data_identity, heldout_examples, outline, read_examples
+from dflash_train.build import build_stream, heldout_examples, outline, read_examples, run_identity
 from dflash_train.config.load import load_recipe
 from dflash_train.data import prepare as prepare_module
 from dflash_train.data import prepare as preparing
@@ -292,9 +292,9 @@ def test_sources_are_reported_with_their_share_and_tagged(recipe, tmp_path, caps
     assert re.search(rf" 17 +17 +\d+ +[\d.]+% +2 +[\d.]+%  {other} \(code\)", out)
     assert re.search(r"packing: \d+ rows of 64 tokens, [\d.]+% padding, [\d.]+ s", out)
     assert {e.domain for e in stream.examples[39:]} == {"code"} and stream.examples[0].domain == "d0"
-    assert data_identity(o, stream)["weights"] == [1.0, 2.0]
+    assert run_identity(o, stream)["weights"] == [1.0, 2.0]
     one = outline(recipe())
-    assert "weights" not in data_identity(one, build_stream(one))
+    assert "weights" not in run_identity(one, build_stream(one))
 
 
 def test_weights_and_tags_need_no_new_tokenising(recipe, tmp_path, capsys):
