@@ -221,6 +221,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             say(f"WARNING: {warning}")
 
     module = build_step(o, device)
+    ranks.meet()  # what ended any rank so far ends all of them here, and not in a collective of the device, which would wait for it
     engine = build_engine(
         module,
         recipe.engine,
@@ -234,7 +235,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
         engine.guard.resume(state.skipped_in_a_row)
     elif resume:
         say(f"train.resume: no checkpoint in {store}; starting at step 0")
-    ranks.barrier()  # nobody writes before all have read
+    ranks.meet()  # nobody writes before all have read
     tracker = writer = None
     if ranks.is_rank0():
         if not begun:  # only now, so that a run that is refused leaves nothing
