@@ -170,8 +170,9 @@ NAMES = (
     "images", "thinking", "reasoning_content", "name", "input", "instruction", "output", "weight", "path", "__class__", "", "a.b", "${x}", "step", "best",
     "chat_template", "tokenize", "return_dict", "add_generation_prompt", "enable_thinking", "reasoning_effort", "truncation",
 )  # fmt: skip
+# Copies, for a value may be spoiled again after it was put in.
 JSON = st.recursive(
-    st.sampled_from(HOSTILE) | st.integers() | st.floats() | st.text(max_size=12),
+    st.sampled_from(HOSTILE).map(copy.deepcopy) | st.integers() | st.floats() | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner, max_size=4),
     max_leaves=6,
 )  # fmt: skip
