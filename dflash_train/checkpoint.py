@@ -177,7 +177,7 @@ def _is_whole(checkpoint: Path) -> bool:
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of steps, oldest first; whether their files are what was written is another matter (`verify`)."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(p for p in found if _STEP.fullmatch(p.name) and (p / COMPLETE).exists())
+    return sorted(p for p in found if _STEP.fullmatch(p.name))
 
 
 def verify(checkpoint: Path, *names: str) -> None:
@@ -219,7 +219,7 @@ def _mark(checkpoint: Path) -> dict[str, dict[str, Any]]:
         if not all(isinstance(f["bytes"], int) and isinstance(f["xxh3_128"], str) for f in files.values()):
             raise TypeError("its entries are not sizes and checksums")
     except FileNotFoundError:
-        raise Damaged(f"{path}: missing, so the checkpoint was never finished") from None
+        raise Damaged(f"{path}: damaged (it is missing)") from None
     except (
         OSError,
         KeyError,
@@ -299,9 +299,6 @@ def newest(folder: Path) -> tuple[Path, TrainState] | None:
             + ": no checkpoint is left to continue from; bring one back from a copy, "
             f"or delete {folder} to begin again at step 0"
         )
-    old = [p for p in folder.glob("step-*") if (p / "complete").exists()] if folder.is_dir() else []
-    if old:
-        _mark(max(old))
     return None
 
 

@@ -84,7 +84,7 @@ def one_voice() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, CheckFailed) as error:
+    except (ValueError, CheckFailed, OSError) as error:
         ranks.leave_note("error", str(error))
         if _said_by_another(str(error)):
             raise SystemExit(1 if isinstance(error, CheckFailed) else 2) from None

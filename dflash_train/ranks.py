@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,8 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(days=7)
 
-_store: dist.Store | None = None  # where ranks meet and leave notes for each other, outside any collective
+_store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
 _host_group: dist.ProcessGroup | None = None  # for what the host decides: a GPU's queue need not be waited for
-_meetings = 0
 
 
 def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
@@ -25,7 +25,7 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
         torch.cuda.set_device(device)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if (several or group) and not dist.is_initialized():
-        global _store, _meetings, _host_group
+        global _store, _host_group
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = dist.HashStore(), 0, 1
         if several:
@@ -40,7 +40,7 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
             timeout=timeout,
             device_id=device if cuda else None,
         )
-        _store, _meetings = dist.PrefixStore("meetings", store), 0
+        _store = dist.PrefixStore("notes", store)
         _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)  # ranks evaluate for unequal times
     return device
 
@@ -101,21 +101,15 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def meet() -> None:
-    """A barrier for work that ranks do alone and that may take hours: unlike a collective it does not time out after
-    engine.timeout_minutes. torchrun ends all ranks where one of them fails."""
-    global _meetings
+    """A barrier on the host alone, for work that ranks do alone and that may take hours: unlike the device's collectives it does not time out after
+    engine.timeout_minutes, hears requests to stop, and fails as soon as another rank has ended."""
     if not dist.is_initialized():
         return
-    assert _store is not None
-    _meetings += 1
-    _store.set(f"{_meetings}/{rank()}", b"here")
-    _store.wait([f"{_meetings}/{other}" for other in range(world_size())], PATIENCE)
+    waiting = dist.barrier(group=_host_group, async_op=True)
+    while not waiting.is_completed():
+        time.sleep(0.05)  # a signal is handled between two of these, and not while a collective blocks
+    waiting.wait()
 
 
 def leave_note(name: str, text: str) -> None:

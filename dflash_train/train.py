@@ -221,6 +221,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             say(f"WARNING: {warning}")
 
     module = build_step(o, device)
+    ranks.meet()  # what ended any rank so far ends all of them here, and not in a collective of the device, which would wait for it
     engine = build_engine(
         module,
         recipe.engine,
@@ -234,7 +235,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
         engine.guard.resume(state.skipped_in_a_row)
     elif resume:
         say(f"train.resume: no checkpoint in {store}; starting at step 0")
-    ranks.barrier()  # nobody writes before all have read
+    ranks.meet()  # nobody writes before all have read
     tracker = writer = None
     if ranks.is_rank0():
         if not begun:  # only now, so that a run that is refused leaves nothing
@@ -252,7 +253,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             for name in ("evaluation.json", "client.json", "init_from.json"):
                 (folder / name).unlink(missing_ok=True)
         if saved:  # the first start stays on record
-            first = load_recipe(str(folder / "config.yaml")).provenance
+            first = recorded(folder / "config.yaml")
             recipe.provenance = first | {"resumed": [*first.get("resumed", []), recipe.provenance]}
         disk.replace(folder / "config.yaml", [to_yaml(recipe).encode()])
         write_certificate(certificate, folder / CERTIFICATE)
@@ -282,6 +283,17 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
     )
     reopen_window(run)
     return run
+
+
+def recorded(config: Path) -> dict[str, Any]:
+    """The provenance that a run began with. That its record is gone or cannot be read is said, and does not keep the run from going on: the
+    checkpoint has all that has to be the same."""
+    try:
+        return load_recipe(str(config)).provenance
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0] if config.exists() else "it is missing"
+        say(f"WARNING: the record of how this run began is lost, {config} ({why}); it is written anew")
+        return {}
 
 
 def find_checkpoint(store: Path, resume: bool, held: contextlib.ExitStack) -> tuple[Path, TrainState] | None:

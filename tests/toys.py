@@ -469,7 +469,7 @@ def _one_rank(
     os.environ |= {name: str(value) for name, value in place.items()}
     ranks.start(timeout_minutes=seconds / 60, group=True)
     torch.save(function(*args), f"{folder}/{rank}.pt")
-    ranks.barrier()
+    ranks.meet()
     ranks.stop()
     faulthandler.cancel_dump_traceback_later()
 

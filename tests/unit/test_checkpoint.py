@@ -192,9 +192,8 @@ def test_a_damaged_file_is_found_and_the_one_before_is_taken(tmp_path, capsys, n
     path, found = newest(tmp_path)
     assert (path.name, found.step) == ("step-00000003", 3)
     said = capsys.readouterr().err
-    if not (how == "gone" and name == "complete.json"):  # that one is no checkpoint, and none is set aside
-        assert said.count("\n") == 1 and "going back to step-00000003" in said and "step-00000007/" in said
-        assert names(tmp_path) == ["damaged-step-00000007", "step-00000003"]
+    assert said.count("\n") == 1 and "going back to step-00000003" in said and "step-00000007/" in said
+    assert names(tmp_path) == ["damaged-step-00000007", "step-00000003"]
     assert newest(tmp_path)[1].step == 3 and capsys.readouterr().err == ""  # said once
     save(tmp_path, 7, keep=2)
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000007"] and newest(tmp_path)[
@@ -202,13 +201,13 @@ def test_a_damaged_file_is_found_and_the_one_before_is_taken(tmp_path, capsys, n
     ].step == 7
 
 
-def test_where_every_one_is_damaged_nothing_begins_at_step_0(tmp_path):
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "complete.json"])
+def test_where_every_one_is_damaged_nothing_begins_at_step_0(tmp_path, name):
     save(tmp_path, 3, 7)
     for path in checkpoints(tmp_path):
-        (path / "optimizer.safetensors").write_bytes(b"no")
+        (path / name).unlink()
     with pytest.raises(
-        ValueError,
-        match=r"(?s)00000007/optimizer.*00000003/optimizer.*no checkpoint is left.*or delete .* to begin again",
+        ValueError, match=rf"(?s)00000007/{name}.*00000003/{name}.*no checkpoint is left.*or delete .* to begin again"
     ):
         newest(tmp_path)
     assert len(checkpoints(tmp_path)) == 2

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+import toys
 
-from dflash_train import stop
+from dflash_train import ranks, stop
 
 
 def send(signum: signal.Signals) -> None:
@@ -94,7 +96,7 @@ def test_where_only_another_rank_was_asked_the_code_is_that_of_sigterm():
 def test_a_second_signal_ends_the_process():
     code = """
 import time
-from dflash_train import stop
+from dflash_train import ranks, stop
 stop.ONE_REQUEST = 0.2
 with stop.listening(), stop.deferred():
     print("here", flush=True)
@@ -109,3 +111,22 @@ with stop.listening(), stop.deferred():
             assert process.stdout.readline() == "here\n"
             process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == -signal.SIGTERM
+
+
+def _meeting() -> int | None:
+    """Rank 1's exit code: it is asked to stop while it waits for rank 0, which comes only when it has heard."""
+    pids = ranks.from_all_ranks(os.getpid())
+    if ranks.is_rank0():
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGTERM)
+        assert ranks.read_note("stopped", 1, seconds=30) == "yes"
+        ranks.meet()
+        return None
+    with pytest.raises(SystemExit) as ended, stop.listening():
+        ranks.meet()
+    ranks.leave_note("stopped", "yes")
+    return ended.value.code
+
+
+def test_a_rank_that_waits_for_another_hears_a_request_to_stop():
+    assert toys.run_ranks(_meeting, 2, seconds=60) == [None, 143]
