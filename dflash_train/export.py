@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import dflash_train
 from dflash_train import disk
-from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
+from dflash_train.build import SOURCE_HELP, Outline, open_drafter
 from dflash_train.card import CardFacts, gguf_card, model_card, serving, target_record, walk_tau
 from dflash_train.check import check
 from dflash_train.config.load import CheckFailed, parse, parser, run_command
@@ -35,6 +35,7 @@ from dflash_train.folder import (
     RECORD,
     TOKENIZER_FILES,
     WEIGHTS,
+    hash_weights,
     public_name,
     read_config,
     read_headers,

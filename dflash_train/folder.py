@@ -6,7 +6,9 @@ difference from `tensor_shapes` is an error.
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +108,17 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
+def hash_weights(state: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits of the tensors as bfloat16, so that a checkpoint and its export agree."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(
+            name.encode()
+            + state[name].detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        )
+    return digest.hexdigest()[:16]
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The training record of one of our exports; empty for a folder that somebody else made."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
@@ -155,6 +168,11 @@ def config_faults(config: dict[str, Any], spec: DrafterSpec) -> list[str]:
         faults.append(f"block_size: {sorted(both, key=str)} in two places; engines choose differently")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if new and any(new.get(key) != value for key, value in old.items()):
+        faults.append(
+            f"rope_scaling = {old} beside rope_parameters = {new}: transformers takes the first, llama.cpp the second"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mrope_section") or kind != "default":
         faults.append(
             "rope: drafters use the default RoPE over the whole head; this config has a partial, sectioned or scaled one"

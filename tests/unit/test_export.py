@@ -12,12 +12,11 @@ from published import MUSE, QWEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dflash_train.build import hash_weights
 from dflash_train.card import CardFacts, model_card, serving, target_record
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
 from dflash_train.engines import ENGINES, contradictions, lines
 from dflash_train.export import check_output, write_export
-from dflash_train.folder import load_drafter_folder, public_name
+from dflash_train.folder import hash_weights, load_drafter_folder, public_name
 from dflash_train.licences import front_matter_of
 from dflash_train.types import TargetInfo
 
