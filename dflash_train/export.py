@@ -264,14 +264,15 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
     chosen_by: why it is not the run's last one."""
     recipe, run = o.recipe, Path(o.recipe.output_dir)
     licence = decide_licence(o)
-    evaluation = _measurement(run / "evaluation.json", weights)
+    evaluation, client = (_measurement(run / f"{name}.json", weights) for name in ("evaluation", "client"))
     return CardFacts(
         name=run.name,
         base_model=public_name(o.info.path),
         license=licence.licence,
         licence_notes=licence.notes,
         decoded=evaluation["decoded"] if evaluation and "decoded" in evaluation else None,
-        client=_measurement(run / "client.json", weights),
+        # Where it was decoded, and how fast, is this machine's.
+        client=client and {k: v for k, v in client.items() if k not in ("folder", "seconds")},
         provenance={
             "step": step,
             **({"chosen_by": chosen_by} if chosen_by else {}),
@@ -281,9 +282,15 @@ def card_facts(o: Outline, weights: str, step: int | None, chosen_by: str | None
             "row_length": recipe.data.max_length,
             "global_batch_size": recipe.train.global_batch_size,
             **_data_facts(run),
-            **{k: v for k, v in recipe.provenance.items() if k != "command"},  # a command line may name private paths
+            **_public(recipe.provenance),
         },
     )
+
+
+def _public(start: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run's start, and of those that continued it, without command lines: they may name private paths."""
+    known = {k: v for k, v in start.items() if k not in ("command", "resumed")}
+    return known | ({"resumed": [_public(later) for later in start["resumed"]]} if "resumed" in start else {})
 
 
 LICENCES_FILE = "licences.json"  # in a run's folder

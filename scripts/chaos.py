@@ -98,8 +98,6 @@ def trained(folder: Path) -> dict[str, Any]:
     record = json.loads(found["export/dflash_train.json"])
     for name in ("resumed", "git_commit", "git_dirty"):  # somebody may work on the checkout meanwhile
         record["provenance"].pop(name, None)
-    for name in ("folder", "seconds"):
-        record["card"]["client"].pop(name)
     found["export/dflash_train.json"] = record
     card = found["export/README.md"].splitlines()
     found["export/README.md"] = [line for line in card if not line.startswith(b"- git_")]

@@ -253,13 +253,19 @@ def test_a_continued_run_knows_the_best_bit_for_bit(recipe, worth, step):
     assert same(weights(whole / "export"), weights(run / "export"))
 
 
-def test_a_finished_run_that_is_resumed_has_one_line_of_its_end(recipe):
+def test_a_finished_run_that_is_resumed_has_one_line_of_its_end_and_an_export_without_private_paths(recipe):
     training.train(recipe("run"))
     run = Path(recipe("run").output_dir)
     whole = steady(run)
     assert "client/tau" in whole[-1]
     training.train(recipe("run", "train.resume=true"))
     assert steady(run) == whole
+    # What may go to the Hub names no place of this machine and no command line, of a later start either.
+    record = json.loads((run / "export" / "dflash_train.json").read_text())
+    assert record["card"]["client"]["prompts"] == 2 and len(record["provenance"]["resumed"]) == 1
+    for file in ("dflash_train.json", "README.md", "config.json"):
+        text = (run / "export" / file).read_text()
+        assert str(run.parent) not in text and '"command"' not in text, file
 
 
 def test_a_best_that_is_gone_or_of_another_metric_is_looked_for_anew(recipe, worth, capsys):

@@ -55,7 +55,7 @@ def curve(folder: Path) -> list[dict]:
 
 
 def test_two_processes_train_what_one_trains(recipe, tmp_path):
-    """CASE-32 too: in every second step rank 1 has nothing to learn from."""
+    """In every second step rank 1 has nothing to learn from."""
     done = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/two")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exported to") == 1  # rank 0 speaks for all
@@ -140,7 +140,7 @@ run_command(training.main)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_both(recipe, tmp_path):
-    """CASE-34. Rank 1's second micro-batch of step 1 has the fourth row of the step."""
+    """Rank 1's second micro-batch of step 1 has the fourth row of the step."""
     body = "    if (rank, call) == (1, 2): report = report._replace(loss=report.loss * torch.nan)"
     script = spoiled(tmp_path / "poisoned.py", body)
     done = torchrun(script, "-c", str(recipe), f"output_dir={tmp_path}/run", timeout=120)

@@ -220,7 +220,7 @@ def means_of_tokens(cases):
 
 
 def test_the_loss_is_a_mean_over_tokens_not_over_ranks_or_micro_batches():
-    """CASE-31: one token of loss 4 and three of loss 1 have the mean 1.75, not 2.5."""
+    """One token of loss 4 and three of loss 1 have the mean 1.75, not 2.5."""
     four, one = 2.0, [1.0, -1.0, 1.0]
     cuts = [
         [[[four]], [one]],
