@@ -2,7 +2,7 @@
 
 A case begins as a file that is right, is spoiled in one to three places, and goes through an entry point of the package in this process.
 It may be accepted, end in a clear error (a ValueError that our code raised, or an OSError that names its file), or be skipped and counted
-(rows only). Everything else is a fault: another exception, a ValueError out of somebody else's code, more seconds than --deadline, a file
+(rows only). Everything else is a fault: another exception, a ValueError out of somebody else's code, more work than --deadline, a file
 written outside the output folder. Faults are listed and the exit code is 1; --keep FOLDER keeps what caused them.
 """
 
@@ -62,6 +62,7 @@ from dflash_train.regenerate import regenerate
 
 PACKAGE = (str(ROOT / "dflash_train"), str(ROOT / "data_prep"))
 KINDS = ("rows", "configs", "folders")
+PATIENCE = 10  # seconds on the clock for one of work: the machine may have other things to do
 SHARES = {"rows": 0.7, "configs": 0.18, "folders": 0.12}
 
 
@@ -111,14 +112,21 @@ def judge(act: Callable[[], str | None], deadline: float) -> tuple[str, str]:
     def ring(*_: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, deadline)
-    faulthandler.dump_traceback_later(4 * deadline, exit=True)  # where no Python code runs that could be told
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, deadline), signal.SIGALRM: (signal.ITIMER_REAL, PATIENCE * deadline)}
+    before = {sent: signal.signal(sent, ring) for sent in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
+    faulthandler.dump_traceback_later(
+        2 * PATIENCE * deadline, exit=True
+    )  # where no Python code runs that could be told
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return act() or "accepted", ""
     except Hang:
-        return "fault", f"{traceback.format_exc()}\nhang: more than {deadline:g} s"
+        return (
+            "fault",
+            f"{traceback.format_exc()}\nhang: more than {deadline:g} s of work, or {PATIENCE * deadline:g} s",
+        )
     except CheckFailed as error:
         return "error", str(error)
     except OSError as error:
@@ -131,8 +139,9 @@ def judge(act: Callable[[], str | None], deadline: float) -> tuple[str, str]:
     except BaseException:
         return "fault", traceback.format_exc()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for sent, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(sent, before[sent])
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -902,7 +911,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--seed", type=int, default=0, help="of the first batch; printed with every batch [%(default)s]")
     p.add_argument("--kind", choices=KINDS, action="append", help="only this kind")
     p.add_argument("--batch", type=int, default=200, help="cases per seed [%(default)s]")
-    p.add_argument("--deadline", type=float, default=30.0, help="seconds per case [%(default)s]")
+    p.add_argument("--deadline", type=float, default=30.0, help="seconds of work per case [%(default)s]")
     p.add_argument("--keep", type=Path, help="folder for what caused faults")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
