@@ -28,7 +28,7 @@ from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.data.template import TEMPLATE_ERRORS, tokenizer_hash
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
-from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
+from dflash_train.folder import hash_weights, load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma, transform_logits
 from dflash_train.released.start import Start, derive
@@ -425,14 +425,3 @@ def open_source(source: str, config: str | None, overrides: list[str]) -> Opened
     return OpenedRun(
         recipe=o.recipe, outline=o, step=module, source=folder, trained_steps=step, weights_hash=hash_weights(state)
     )
-
-
-def hash_weights(state: dict[str, torch.Tensor]) -> str:
-    """16 hex digits of the tensors as bfloat16, so that a checkpoint and its export agree."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(
-            name.encode()
-            + state[name].detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-        )
-    return digest.hexdigest()[:16]

@@ -130,16 +130,20 @@ def _client_line(client: dict[str, Any]) -> str:
     return f"- Train-to-serve check {verdict}: {client['decoder']}{own} decoded {client['prompts']} held-out prompts from this folder, {counts}."
 
 
+_PLAIN = re.compile(r"[\w./:@+][\w./:@+-]*")
+
+
 def serving(spec: DrafterSpec, *, target: str, draft: str, family: str | None) -> Serving:
-    """What launch lines of this drafter depend on."""
+    """What launch lines of this drafter depend on. A name that a shell, JSON or YAML would read otherwise stays a stand-in."""
+    stand_in = Serving(block=spec.block_size, sliding=False, bidirectional=False, two=True)
     return Serving(
         block=spec.block_size,
         sliding=SLIDING in spec.layer_types,
         bidirectional=not spec.is_causal,
         two=bool(spec.conv_kernel_size and spec.selector_rank),
         family=family,
-        target=target,
-        draft=draft,
+        target=target if _PLAIN.fullmatch(target) else stand_in.target,
+        draft=draft if _PLAIN.fullmatch(draft) else stand_in.draft,
     )
 
 
@@ -156,7 +160,8 @@ def launch_sections(s: Serving, engines: Iterable[Engine] = ENGINES) -> Iterable
 
 def model_card(spec: DrafterSpec, card: CardFacts, *, has_tokenizer: bool = True) -> str:
     """README.md: front matter, what this is, measured acceptance and the launch line of every engine for this block size."""
-    k, base, name, t = spec.block_size, public_name(card.base_model), card.name, card.target
+    k, t = spec.block_size, card.target
+    base, name = (" ".join(text.split()) for text in (public_name(card.base_model), card.name))
     s = serving(spec, target=base, draft=name, family=t.get("model_type"))
     windows = ", ".join(
         sorted({f"window {spec.sliding_window}" if t == SLIDING else "full attention" for t in spec.layer_types})

@@ -11,7 +11,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dflash_train.assets import resolve
+from dflash_train.assets import public_name, resolve
+from dflash_train.config.values import fits
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes
-from dflash_train.engines import ENGINES, Engine, Serving, contradictions, fill, settings, splash_difference
+from dflash_train.engines import ENGINES, FLAGS, Engine, Serving, contradictions, fill, settings, splash_difference
 from dflash_train.folder import (
     DTYPES,
     INDEX,
@@ -30,10 +31,12 @@ from dflash_train.folder import (
     TOKENIZER_FILES,
     WEIGHTS,
     Header,
+    hash_weights,
     normalised,
     read_config,
     read_headers,
     read_json,
+    read_record,
 )
 from dflash_train.released import nemo as repair
 from dflash_train.released.read import NEMO_CLASS
@@ -59,7 +62,8 @@ SCALARS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scal
 class Facts:
     """Everything the rules look at.
 
-    odd: tensor name -> "NaN", "infinite", "zero" or "identity" (a convolution that passes its input through).
+    odd: tensor name -> "NaN", "infinite", "zero" or "identity" (a convolution that passes its input through). weights: their hash, where the
+    record has one. other: weight files that some engine reads though the reference does not.
     tokens: token string -> id of the folder's tokenizer; special: its eos/pad/bos strings. spec: None if the config is too
     broken to have one; where a key is missing that some engine defaults, that default is in it.
     """
@@ -73,6 +77,8 @@ class Facts:
     special: dict[str, str] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
     weights_error: str | None = None
+    weights: str | None = None
+    other: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         c = self.config
@@ -139,46 +145,78 @@ def read_facts(folder: Path, target: TargetInfo | None) -> Facts:
     config = read_config(folder)
     headers: dict[str, Header] = {}
     odd: dict[str, str] = {}
-    error = None
+    error = weights = None
+    record = read_record(folder) if RECORD in files else None
     try:
         headers = read_headers(folder)
-        odd = dict(_scan(folder, headers))
+        odd = dict(_scan(Tensors(folder, headers)))
+        weights = hash_weights(Tensors(folder, headers)) if (record or {}).get("weights") else None
     except ValueError as problem:
         error = str(problem)
     tokens, special = _tokenizer(folder)
-    record = read_json(folder / RECORD) if RECORD in files else None
     return Facts(
         config=config, headers=headers, odd=odd, target=target, record=record, tokens=tokens, special=special,
-        files=files, weights_error=error,
+        files=files, weights_error=error, weights=weights, other=_other_weights(folder, files, {h.file for h in headers.values()}) if headers else [],
     )  # fmt: skip
 
 
-def _scan(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str, str]]:
+class Tensors(Mapping[str, torch.Tensor]):
+    """The tensors of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path, headers: dict[str, Header]):
+        self.headers = headers
+        self.files = {name: safe_open(folder / name, framework="pt") for name in {h.file for h in headers.values()}}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.files[self.headers[name].file].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+def _scan(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """(name, what is odd) per tensor; one tensor in memory at a time."""
-    for file in sorted({h.file for h in headers.values()}):
-        with safe_open(folder / file, framework="pt") as f:
-            for name in f.keys():  # noqa: SIM118
-                t = f.get_tensor(name)
-                if not t.is_floating_point() or t.numel() == 0:
-                    continue
-                if t.element_size() == 1:
-                    t = t.float()  # 8-bit floats have no isfinite
-                if not torch.isfinite(t).all():
-                    yield name, "NaN" if torch.isnan(t).any() else "infinite"
-                elif not t.any():
-                    yield name, "zero"
-                elif name.endswith("base_kernel") and t.dim() == 3 and (t[:, 0] == 1).all() and not t[:, 1:].any():
-                    yield name, "identity"
+    for name, t in tensors.items():
+        if not t.is_floating_point() or t.numel() == 0:
+            continue
+        if t.element_size() == 1:
+            t = t.float()  # 8-bit floats have no isfinite
+        if not torch.isfinite(t).all():
+            yield name, "NaN" if torch.isnan(t).any() else "infinite"
+        elif not t.any():
+            yield name, "zero"
+        elif name.endswith("base_kernel") and t.dim() == 3 and (t[:, 0] == 1).all() and not t[:, 1:].any():
+            yield name, "identity"
+
+
+def _other_weights(folder: Path, files: set[str], read: set[str]) -> list[str]:
+    """Weight files that some engine loads though transformers does not: those of an index beside model.safetensors, and strays."""
+    found = {n for n in files if n.endswith(".safetensors")}
+    if WEIGHTS in files and INDEX in files:
+        stated = read_json(folder / INDEX).get("weight_map")
+        found |= set(map(str, stated.values())) if isinstance(stated, dict) else set()
+    return sorted(found - read)
 
 
 def _tokenizer(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    try:
+        return _read_tokenizer(folder)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"{folder}: its tokenizer files cannot be read ({error!r}); take the target's again") from None
+
+
+def _read_tokenizer(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     tokens: dict[str, int] = {}
     special: dict[str, str] = {}
     if (folder / "tokenizer.json").is_file():
         data = read_json(folder / "tokenizer.json")
         vocab = (data.get("model") or {}).get("vocab") or {}
         tokens |= vocab if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
-        tokens |= {t["content"]: t["id"] for t in data.get("added_tokens") or []}
+        tokens |= {t["content"]: int(t["id"]) for t in data.get("added_tokens") or []}
     if (folder / "tokenizer_config.json").is_file():
         data = read_json(folder / "tokenizer_config.json")
         tokens |= {t["content"]: int(i) for i, t in (data.get("added_tokens_decoder") or {}).items()}
@@ -226,7 +264,7 @@ def engine_view(engine: Engine, f: Facts) -> list[str]:
         n = len(list(group))
         lines.append(f"layer{'s' if n > 1 else ''} {f'{start}-{start + n - 1}' if n > 1 else start}: {text}")
         start += n
-    rotary = f.rope.get("partial_rotary_factor", f.config.get("partial_rotary_factor", 1.0))
+    rotary = _rotary(f)
     share = f" over {rotary:g} of the head" if engine.partial_rope and rotary != 1.0 else ""
     inner, top = f.rope.get("rope_theta"), f.config.get("rope_theta")
     theta = next((t for t in ((top, inner) if engine.theta == "top" else (inner, top)) if t is not None), None)
@@ -286,6 +324,31 @@ def _unused_window(f: Facts) -> bool:
 def _causal_twice(f: Facts) -> list[str]:
     top, said = f.config.get("is_causal"), {k: f.value(k) for k in ("is_causal", "causal")}
     return [f"dflash_config.{k} = {v}" for k, v in said.items() if None not in (v, top) and v != top]
+
+
+def _key_twice(f: Facts) -> list[str]:
+    keys = (*V2_KEYS, *SCALARS, "mask_token_id", "target_layer_ids")
+    twice = [k for k in keys if None not in (f.config.get(k), f.value(k)) and f.config[k] != f.value(k)]
+    return [f"{k} {f.value(k)} in dflash_config, {f.config[k]} at the top" for k in twice]
+
+
+def _out_of_range(f: Facts) -> list[str]:
+    """Numbers that are nothing to compute with, though every engine reads them."""
+    positive = {k: f.config.get(k) for k in (*SIZES, "head_dim", "max_position_embeddings", "rms_norm_eps")}
+    positive |= {"rope_theta": f.rope.get("rope_theta", f.config.get("rope_theta"))} | {k: f.value(k) for k in SCALARS}
+    wrong = [f"{k} = {v}" for k, v in positive.items() if v is not None and not 0 < v < math.inf]
+    odd = (f.config.get("head_dim") or 0) % 2
+    return wrong + ([f"head_dim = {f.config['head_dim']}, which is odd"] if odd else [])
+
+
+def _rope_scaling(f: Facts) -> Any:
+    old, new = f.config.get("rope_scaling"), f.config.get("rope_parameters")
+    return bool(old and new) and any(new.get(k) != v for k, v in old.items()) and str(old)
+
+
+def _tokens_outside(f: Facts) -> Any:
+    most, size = max(f.tokens.values(), default=-1), f.config.get("vocab_size", math.inf)
+    return most >= size and f"{most}, vocab_size is {size}"
 
 
 def _theta_twice(f: Facts) -> Any:
@@ -369,6 +432,23 @@ def _record_differs(f: Facts) -> list[str]:
     return [f"{k}: trained {stated[k]}, config {mine[k]}" for k in mine if k in stated and stated[k] != mine[k]]
 
 
+def _other_tensors(f: Facts) -> Any:
+    stated = (f.record or {}).get("weights")
+    return None not in (stated, f.weights) and stated != f.weights and f"{f.weights}, recorded {stated}"
+
+
+def _another_name(f: Facts) -> Any:
+    stated = (f.record or {}).get("target") or {}
+    if not f.target or not stated.get("name"):
+        return False
+    mine = (public_name(f.target.path), f.target.revision)
+    theirs = (stated["name"], stated.get("revision"))
+    same = mine[0] == theirs[0] and (None in (mine[1], theirs[1]) or mine[1] == theirs[1])
+    return not same and "{}, not {}".format(
+        *(" at ".join(filter(None, map(str, filter(None, p)))) for p in (theirs, mine))
+    )
+
+
 def _against_target(f: Facts) -> list[str]:
     if not f.target:
         return []
@@ -377,13 +457,19 @@ def _against_target(f: Facts) -> list[str]:
         "vocab_size": f.target.vocab_size,
         "num_target_layers": f.target.num_layers,
     }
-    return [f"{k} {f.config[k]}, target {v}" for k, v in pairs.items() if k in f.config and f.config[k] != v]
+    found = [f"{k} {f.config[k]}, target {v}" for k, v in pairs.items() if k in f.config and f.config[k] != v]
+    stated = (f.record or {}).get("target") or {}
+    kept = {"model_type": f.target.model_type, "tie_word_embeddings": f.target.tie_word_embeddings}
+    return found + [
+        f"trained with {k} {stated[k]}, target {v}" for k, v in kept.items() if stated.get(k) not in (None, v)
+    ]
 
 
 def _dtype_differs(f: Facts) -> Any:
-    stated = f.config.get("dtype", f.config.get("torch_dtype"))
+    stated = sorted({str(f.config[k]).removeprefix("torch.") for k in ("dtype", "torch_dtype") if f.config.get(k)})
     found = sorted({DTYPES.get(h.dtype, h.dtype) for h in f.headers.values()})
-    return bool(found) and found != [stated] and f"{stated} in config.json, {', '.join(found)} in the file"
+    said = " and ".join(stated) or "none"
+    return bool(found) and found != stated and f"{said} in config.json, {', '.join(found)} in the file"
 
 
 def _dotted_codebooks(f: Facts) -> list[str]:
@@ -407,8 +493,14 @@ def _foreign(f: Facts) -> list[str]:
 
 
 def _reduced(f: Facts) -> list[str]:
-    keys = [k for k in ("draft_vocab_size", "reduced_vocab_size") if f.config.get(k) or f.value(k)]
+    whole = (None, f.config.get("vocab_size"))
+    keys = [k for k in ("draft_vocab_size", "reduced_vocab_size") if {f.config.get(k), f.value(k)} - set(whole)]
     return keys + [n for n in f.headers if n in ("d2t", "t2d", "draft_id_to_target_id")]
+
+
+def _quantised(f: Facts) -> list[str]:
+    stated = [k for k in ("quantization_config", "compression_config") if f.config.get(k)]
+    return stated + sorted(f.files & {"hf_quant_config.json", "quantize_config.json"})
 
 
 def _stray_weights(f: Facts) -> list[str]:
@@ -474,6 +566,11 @@ RULES: tuple[Rule, ...] = (
          "num_target_layers is missing", "dflash 0.1.0, model.py AttributeError, model_mlx.py KeyError"),
     Rule("target pairing", ALL, REFUSE, _against_target, "does not fit the target: {}",
          "the target's embedding and lm_head are used; exllamav3 1.6.5 and ollama raise"),
+    Rule("target name", ALL, NOTE, _another_name, "trained on {}; engines compute with whatever target they are given, and accept less",
+         RECORD),
+    Rule("values", ALL, MISREAD, _out_of_range, "{}: must be a finite number above 0, head_dim an even one", REF),
+    Rule("key twice", "reference, exllamav3 against all others", MISREAD, _key_twice,
+         "{}; top-level copies are accepted by these two alone", "dflash 0.1.0, model.py; exllamav3 1.6.5, architecture/dflash2.py"),
     Rule("attention_bias", "MLX, llama.cpp, exllamav3", REFUSE, lambda f: f.config.get("attention_bias"),
          "attention_bias is true; these engines have no bias tensors",
          "dflash 0.1.0, model_mlx.py; llama.cpp src/models/dflash.cpp"),
@@ -560,6 +657,9 @@ RULES: tuple[Rule, ...] = (
          lambda f: bool(f.rope.get("mrope_section") or f.config.get("mrope_section")),
          "mrope_section is the target's; a drafter's positions are plain",
          "vLLM 0.33.0, models/qwen3_dflash.py"),
+    Rule("rope_scaling", "reference, vLLM, SGLang against llama.cpp", MISREAD, _rope_scaling,
+         "rope_scaling = {} beside rope_parameters: transformers takes it instead of them, llama.cpp's converter leaves it out",
+         "transformers 5.18.0, Qwen3Config; llama.cpp conversion/base.py"),
     Rule("rope type", ALL, MISREAD, _rope_type, "rope_type = {}, must be default",
          "published drafters have the default; no other was tested"),
     # Convolution and selector
@@ -630,14 +730,21 @@ RULES: tuple[Rule, ...] = (
     # Beside the weights
     Rule("training record", ALL, MISREAD, _record_differs, "config.json differs from the training record: {}",
          RECORD),
+    Rule("training record, weights", ALL, MISREAD, _other_tensors,
+         "the tensors are not those that were exported (hash {}): whatever the card says was measured on others", RECORD),
+    Rule("other weights", "vLLM, SGLang, MLX", MISREAD, lambda f: f.other,
+         "{}: loaded too, or instead of model.safetensors; take it out",
+         "vLLM 0.33.0 and SGLang 0.5.23, filter_duplicate_safetensors_files; dflash 0.1.0, model_mlx.py"),
+    Rule("tokenizer", "llama.cpp, exllamav3", MISREAD, _tokens_outside,
+         "the tokenizer here has the id {}: it is another target's", "llama.cpp conversion without --target-model-dir"),
     Rule("stray weights", ALL, NOTE, _stray_weights, "{}: not part of a drafter folder",
          "one folder: config and safetensors"),
     Rule("tokenizer files", "llama.cpp", NOTE, lambda f: bool(f.files) and not f.files & set(TOKENIZER_FILES),
          "no tokenizer files; conversion needs --target-model-dir", "llama.cpp conversion/qwen.py"),
     Rule("auto_map", HF, NOTE, lambda f: "auto_map" in f.config,
          "auto_map is not needed and names remote code", "published DFlash 2 drafters have none"),
-    Rule("quantised", "vLLM, TensorRT-LLM, Splash", MISREAD, lambda f: bool(f.config.get("quantization_config")),
-         "quantization_config: q, k and v are sliced raw, without their scales (it stops, or drafts nonsense); Splash needs BF16. "
+    Rule("quantised", "vLLM, TensorRT-LLM, Splash", MISREAD, _quantised,
+         "{}: q, k and v are sliced raw, without their scales (it stops, or drafts nonsense); Splash needs BF16. "
          "MLX, ollama and Splash quantise the BF16 file themselves, llama.cpp has GGUF",
          "vLLM issues 51581 and 53116 (open); TensorRT-LLM modeling_dflash.py at 7c7504c; Splash runtime/model/DraftCheckpoint.cpp"),
     # What only some engine or fork computes
@@ -667,27 +774,28 @@ RULES: tuple[Rule, ...] = (
 def _malformed(c: dict[str, Any]) -> list[str]:
     """Values of a type that no engine reads; the rules above rely on there being none."""
 
-    def integer(v: Any) -> bool:
-        return isinstance(v, int) and not isinstance(v, bool)
-
     nested = c.get("dflash_config", {})
     if not isinstance(nested, dict):
         return [f"dflash_config is a {type(nested).__name__}"]
-    bad = [k for k in ("rope_parameters", "rope_scaling") if not isinstance(c.get(k) or {}, dict)]
-    integers = [*V2_KEYS, "block_size", "mask_token_id"]
-    bad += [k for k in (*SIZES, *integers, "head_dim", "num_target_layers") if k in c and not integer(c[k])]
-    bad += [f"dflash_config.{k}" for k in integers if k in nested and not integer(nested[k])]
-    bad += [
-        f"dflash_config.{k}"
-        for k in ("target_layer_ids",)
-        if k in nested and not (isinstance(nested[k], list) and all(map(integer, nested[k])))
+    ropes = [k for k in ("rope_parameters", "rope_scaling") if c.get(k) is not None]
+    bad = [k for k in ropes if not isinstance(c[k], dict)]
+    integers, rope = (*V2_KEYS, "block_size", "mask_token_id"), ("rope_theta", "partial_rotary_factor")
+    kinds: list[tuple[str, dict[str, Any], tuple[str, ...], Any]] = [
+        ("", c, (*SIZES, *integers, "head_dim", "num_target_layers", "max_position_embeddings"), int),
+        ("", c, ("sliding_window",), int | None),
+        ("", c, ("use_sliding_window",), bool | None),
+        ("", c, ("layer_types",), list[str] | None),
+        ("", c, ("target_layer_ids",), list[int] | None),
+        ("", c, ("rms_norm_eps",), float),
+        ("", c, (*SCALARS, *rope), float | None),
+        ("dflash_config.", nested, integers, int),
+        ("dflash_config.", nested, ("target_layer_ids",), list[int]),
+        ("dflash_config.", nested, SCALARS, float | None),
+        *((f"{k}.", c[k], rope, float | None) for k in ropes if k not in bad),
     ]
-    bad += [
-        k
-        for k in ("layer_types",)
-        if c.get(k) is not None and not (isinstance(c[k], list) and all(isinstance(t, str) for t in c[k]))
+    return bad + [
+        f"{where}{k}" for where, place, keys, kind in kinds for k in keys if k in place and not fits(place[k], kind)
     ]
-    return bad + [k for k in ("sliding_window",) if c.get(k) is not None and not integer(c[k])]
 
 
 # ----------------------------------------------------------------------------------------------------------------- report
@@ -753,6 +861,16 @@ def check_facts(facts: Facts, launch: str | None = None) -> Report:
             Finding(f"launch: {flag.name}", flag.engine, MISREAD if flag.fatal else NOTE, message, flag.source)
             for flag, message in contradictions(launch, facts.serving())
         ]
+        if not any(re.search(flag.pattern, launch, re.MULTILINE) for flag in FLAGS):
+            findings.append(
+                Finding(
+                    "launch: nothing known",
+                    ALL,
+                    NOTE,
+                    "no flag of it is in the table, so nothing was compared",
+                    "engines.py",
+                )
+            )
     views = {f"{e.name} {e.version} ({e.how}), from {e.floor}": engine_view(e, facts) for e in ENGINES}
     advice = {
         e.name: [f"{f'on {s.gpu}: ' if s.gpu else ''}{s.text}  [{s.source}]" for s in settings(e, facts.serving())]
@@ -798,6 +916,8 @@ def main(argv: list[str] | None = None) -> int:
         launch = args.launch
         if launch is not None and "\n" not in launch and len(launch) < 4096 and Path(launch).is_file():
             launch = Path(launch).read_text(encoding="utf-8")
+        elif launch is not None and not re.search(r"\s|=", launch.strip()) and not launch.startswith("-"):
+            raise ValueError(f"--launch {launch}: no such file, and no launch line")
         report = check(args.folder, target, launch)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,13 +20,21 @@ import torch
 
 from dflash_train import disk
 from dflash_train.acceptance import Tau
-from dflash_train.build import OpenedRun, hash_weights
+from dflash_train.build import OpenedRun
 from dflash_train.config.load import CheckFailed
 from dflash_train.config.schema import ClientCheck, EvaluateConfig
 from dflash_train.drafter.decode import DraftSession
 from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import DrafterSpec, from_hf_config
-from dflash_train.folder import load_drafter_folder, normalised, read_config, read_headers, read_record, tensor_faults
+from dflash_train.folder import (
+    hash_weights,
+    load_drafter_folder,
+    normalised,
+    read_config,
+    read_headers,
+    read_record,
+    tensor_faults,
+)
 from dflash_train.generation.single import speculative_decode
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import transform_logits

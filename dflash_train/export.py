@@ -6,9 +6,11 @@ directions here compare names and shapes with `tensor_shapes` and stop at the fi
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from dataclasses import asdict, replace
@@ -21,7 +23,7 @@ from safetensors.torch import save_file
 
 import dflash_train
 from dflash_train import disk
-from dflash_train.build import SOURCE_HELP, Outline, hash_weights, open_drafter
+from dflash_train.build import SOURCE_HELP, Outline, open_drafter
 from dflash_train.card import CardFacts, gguf_card, model_card, serving, target_record, walk_tau
 from dflash_train.check import check
 from dflash_train.config.load import CheckFailed, parse, parser, run_command
@@ -35,6 +37,7 @@ from dflash_train.folder import (
     RECORD,
     TOKENIZER_FILES,
     WEIGHTS,
+    hash_weights,
     public_name,
     read_config,
     read_headers,
@@ -68,6 +71,7 @@ def write_export(
     the target, and for an `output` that holds something else than an earlier export.
     """
     output = Path(os.path.realpath(output))
+    _put_back(output)
     check_output(output)
     _check_pair(spec, target)
     tensors = _export_tensors(state, spec, dtype)
@@ -163,6 +167,16 @@ def _replace(building: Path, output: Path) -> None:
         aside.rename(output)
         raise
     shutil.rmtree(aside)
+
+
+def _put_back(output: Path) -> None:
+    """An export that stepped aside for one that never came, because its process was killed in between, returns to its place."""
+    prefix = f".{output.name}.replaced-"
+    for aside in sorted(output.parent.glob(f"{glob.escape(prefix)}*")) if not output.exists() else ():
+        number = aside.name.removeprefix(prefix)
+        if number.isdecimal() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+            aside.rename(output)
+            return
 
 
 def _check_pair(spec: DrafterSpec, target: TargetInfo) -> None:
@@ -336,7 +350,8 @@ def summary(folder: Path, o: Outline) -> str:
     """What to do with an export: what `check` finds, by the rules of which versions, and how it becomes a GGUF."""
     s = serving(o.spec, target=public_name(o.info.path), draft=str(folder), family=o.info.model_type)
     versions = ", ".join(f"{e.name} {e.version}" for e in ENGINES if e is not SPLASH)
-    convert = f"python scripts/convert_gguf.py {folder} --target {o.recipe.target.path} --output {folder.name}.gguf"
+    script = ["python", "scripts/convert_gguf.py", str(folder), "--target", o.recipe.target.path]
+    convert = shlex.join([*script, "--output", f"{folder.name}.gguf"])
     report = check(folder, o.info)
     found = [f"  {f.rule} - {f.engines}: {f.message}" for f in report.faults]
     lines = ["check: no faults" if not found else "check: " + "\n".join(["faults", *found])]

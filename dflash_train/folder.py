@@ -6,7 +6,10 @@ difference from `tensor_shapes` is an error.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,13 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "chat_template.jinja",
     "chat_template.json",
+)  # fmt: skip
+
+
+# Keys that engines look for in dflash_config, some of them also or first at the top.
+PLACES = (
+    "block_size", "mask_token_id", "target_layer_ids", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "output_multiplier", "final_logit_softcapping", "input_embedding_scale",
 )  # fmt: skip
 
 
@@ -106,6 +116,17 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
+def hash_weights(state: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits of the tensors as bfloat16, so that a checkpoint and its export agree."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(
+            name.encode()
+            + state[name].detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        )
+    return digest.hexdigest()[:16]
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The training record of one of our exports; empty for a folder that somebody else made."""
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
@@ -150,11 +171,33 @@ def config_faults(config: dict[str, Any], spec: DrafterSpec) -> list[str]:
         faults.append(f"block_size = {spec.block_size}: a block is an anchor and at least one draft")
     if SLIDING in spec.layer_types and spec.sliding_window is None:
         faults.append("sliding_attention layers, but use_sliding_window is not true or sliding_window is null")
-    both = [p["block_size"] for p in (config, config.get("dflash_config") or {}) if "block_size" in p]
-    if any(size != both[0] for size in both):
-        faults.append(f"block_size: {sorted(both, key=str)} in two places; engines choose differently")
+    nested = config.get("dflash_config") or {}
+    for key in PLACES:
+        both = [place[key] for place in (config, nested) if place.get(key) is not None]
+        if any(value != both[0] for value in both):
+            faults.append(f"{key}: {sorted(both, key=str)} in two places; engines choose differently")
+    for key in PLACES[-3:]:
+        if config.get(key) is not None and key not in nested:
+            faults.append(f"{key} = {config[key]} at the top: most engines read dflash_config alone; move it there")
+    for key in ("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "rms_norm_eps", "rope_theta"):
+        value = getattr(spec, key)
+        if value is not None and not 0 < value < math.inf:
+            faults.append(f"{key} = {value}: must be a finite number above 0")
+    parts = {"conv_group_size": spec.conv_kernel_size, "selector_top_k": spec.selector_rank}
+    faults += [
+        f"{key} = {getattr(spec, key)}: must be at least 1"
+        for key, on in parts.items()
+        if on and getattr(spec, key) < 1
+    ]
+    if not isinstance(config.get("use_sliding_window", False), bool | None):
+        faults.append(f"use_sliding_window = {config['use_sliding_window']!r}: must be true or false")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if new and any(new.get(key) != value for key, value in old.items()):
+        faults.append(
+            f"rope_scaling = {old} beside rope_parameters = {new}: transformers takes the first, llama.cpp the second"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mrope_section") or kind != "default":
         faults.append(
             "rope: drafters use the default RoPE over the whole head; this config has a partial, sectioned or scaled one"

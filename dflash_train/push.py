@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_train.data.prompts import Patience
+from dflash_train.data.prompts import Patience, is_network
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def _explain(error: Exception, repo: str) -> None:
     if status is not None and 400 <= status < 500:
         text = getattr(error, "server_message", None) or f"status {status}"
         raise ValueError(f"--push {repo}: the Hub refuses it ({text})") from None
-    if status is not None or isinstance(error, ConnectionError | TimeoutError):
+    if status is not None or is_network(error):
         raise ValueError(
             f"--push {repo}: the Hub does not answer ({type(error).__name__}); run the same command again, it goes on where it was"
         ) from None

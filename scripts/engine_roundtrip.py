@@ -337,10 +337,11 @@ def stored_as(work: Work, ours: Ours, kinds: list[str], output: Path, name: str)
     if not target.exists():
         convert_gguf.convert_target(work.target, target, outtype="f32")
     files = {}
-    for kind in kinds:
+    for kind in sorted(kinds, key=lambda kind: kind != "f32"):
         file = output / f"{name}-{kind.upper()}.gguf"
         if kind in convert_gguf.OUTTYPES:
             convert_gguf.convert_drafters({folder: file}, work.target, outtype=kind)
+            whole = file if kind == "f32" else whole
         else:
             if not whole.exists():
                 convert_gguf.convert_drafters({folder: whole}, work.target, outtype="f32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+import http.client
 import io
 import os
 import re
@@ -91,8 +92,14 @@ def _download(url: str) -> bytes:
 def _read(url: str) -> bytes:
     context = ssl.create_default_context(cafile=_pip_config().get("cert") or os.environ.get("SSL_CERT_FILE"))
     request = urllib.request.Request(url, headers={"Accept": "text/html"})
-    with urllib.request.urlopen(request, context=context, timeout=300) as answer:
-        return answer.read()
+    try:
+        with urllib.request.urlopen(request, context=context, timeout=300) as answer:
+            return answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        shown = re.sub(r"//[^/@]*@", "//", url)  # an index may be named with a password
+        raise ValueError(
+            f"{shown}: cannot be had ({error}); what is fetched once is kept in {FOLDER}, also for a machine without a network"
+        ) from None
 
 
 if __name__ == "__main__":

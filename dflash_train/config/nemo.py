@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dflash_train.config.schema import EngineKind, Precision
-from dflash_train.config.values import check_keys, finite, nearest
+from dflash_train.config.values import check_keys, finite, fits, nearest
 
 REQUIRED = object()
 UNIFORM = 1e9  # a gamma so large that all slots weigh the same in fp32: NeMo's null
@@ -326,6 +326,8 @@ class _Translation:
             ("recipe_args.val_data_path", "recipe_args.val_split", "data.heldout"),
         ):
             paths, part = self.fields[key], self.fields[split]
+            if not fits(paths, str | list[str] | None):
+                self.refuse(key, "must be a path, or a list of paths")
             entries = [] if paths is None else [str(p) for p in paths] if isinstance(paths, list) else [str(paths)]
             if part is not None and re.search(r"[\[\]]", str(part)):
                 self.refuse(
@@ -467,6 +469,8 @@ class _Translation:
         self.take(key, {"train.keep_checkpoints": keep}, "all are kept" if self.fields[key] is None else "")
 
     def tracking(self) -> None:
+        if not fits(self.fields["wandb.enable"], bool | None):
+            self.refuse("wandb.enable", "must be true or false")
         on = bool(self.fields["wandb.enable"])
         self.take(
             "wandb.enable",

@@ -69,8 +69,11 @@ class DeepSpeedEngine(Engine):
     def gradients(self) -> list[torch.Tensor]:
         if self.zero.cpu_offload:
             self.zero._wait_for_offload_copies()
-            return [flat.grad for flat in self.zero.single_partition_of_fp32_groups]
-        return [g for group in self.zero.averaged_gradients.values() for g in group or () if g is not None]
+            flat = [part.grad for part in self.zero.single_partition_of_fp32_groups]
+        else:
+            flat = [g for group in self.zero.averaged_gradients.values() for g in group or () if g is not None]
+        # On a CPU torch's fp32 norm of one long tensor is too small, by 9e-5 of 4 million numbers.
+        return [piece for g in flat for piece in (g.flatten().split(2**16) if g.device.type == "cpu" else [g])]
 
     def apply(self) -> None:
         self.deepspeed.step()

@@ -188,8 +188,17 @@ def _llama_cpp(recipe: Recipe, path: str, port: int, host: str, tensor_parallel:
     )
     if gguf is None:
         kind = {Precision.float32: "f32", Precision.float16: "f16"}.get(recipe.target.precision, "bf16")
-        convert = shlex.join(["python", "convert_hf_to_gguf.py", path, "--outtype", kind, "--outfile", "TARGET.gguf"])
-        line.notes.append(f"llama.cpp serves a GGUF file; name it with --gguf. Its checkout makes one: {convert}")
+        script = [
+            "python",
+            "scripts/convert_gguf.py",
+            "--target",
+            path,
+            "--outtype",
+            kind,
+            "--with-target",
+            "TARGET.gguf",
+        ]
+        line.notes.append(f"llama.cpp serves a GGUF file; name it with --gguf. {shlex.join(script)} makes one")
     return line
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from dflash_train.config.values import nearest
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, default_target_layer_ids, from_hf_config
-from dflash_train.folder import config_faults, public_name, read_config, read_headers, tensor_faults
+from dflash_train.folder import PLACES, config_faults, public_name, read_config, read_headers, tensor_faults
 from dflash_train.licences import Source, card_licence
 
 # Everything that dflash_config may say without changing what is computed beyond what our spec expresses; None: any value.
@@ -224,7 +224,7 @@ def _published(found: Released, config: dict[str, Any]) -> Released:
         elif NESTED[key] is not None and value not in NESTED[key]:
             faults.append(f"dflash_config.{key} = {value}: our drafters have {NESTED[key][0]}")
     refuse(found.name, faults)
-    for key in ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+    for key in PLACES:  # the reference looks in both
         if key not in nested and c.get(key) is not None:
             nested[key] = c[key]
     if "block_size" not in nested:

@@ -13,10 +13,10 @@ import toys
 from safetensors.torch import load_file
 
 from dflash_train import evaluate, train
-from dflash_train.build import hash_weights
 from dflash_train.check import check
 from dflash_train.config.load import load_recipe
 from dflash_train.drafter.spec import SLIDING
+from dflash_train.folder import hash_weights
 from dflash_train.released.nemo import repair
 from dflash_train.released.read import read_released
 

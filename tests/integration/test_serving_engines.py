@@ -139,10 +139,8 @@ def test_engines_of_their_own_environment(work, engine):
 
 
 def test_a_worker_that_fails_says_why(work):
+    need("xllamacpp", "sentencepiece")
     work, ours = work
-    broken = some(work, [roundtrip.BASE])
-    broken.drafters = {roundtrip.BASE: work.folder / "nowhere"}
-    broken.__dict__["block_size"] = 8
-    need("dflash")
-    with pytest.raises(ValueError, match="reference: its worker ended with 1"):
-        roundtrip.run_worker("reference", broken, ours)
+    nowhere = {roundtrip.BASE: dict.fromkeys(("target", "drafter"), str(work.folder / "nowhere"))}
+    with pytest.raises(ValueError, match="llama.cpp: its worker ended with "):
+        roundtrip.run_worker("llama.cpp", work, ours, nowhere)

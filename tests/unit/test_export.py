@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
+from planted import TINY, TINY_TARGET, exported
 from published import MUSE, QWEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dflash_train.build import hash_weights
 from dflash_train.card import CardFacts, model_card, serving, target_record
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, from_hf_config, tensor_shapes, to_hf_config
 from dflash_train.engines import ENGINES, contradictions, lines
 from dflash_train.export import check_output, write_export
-from dflash_train.folder import load_drafter_folder, public_name
+from dflash_train.folder import hash_weights, load_drafter_folder, public_name
 from dflash_train.licences import front_matter_of
 from dflash_train.types import TargetInfo
 
@@ -413,7 +418,8 @@ def test_load_is_strict(tmp_path, how):
     [
         ({"use_sliding_window": False}, "use_sliding_window"), ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"), ({"block_size": 16}, "two places"), ({"layer_types": [SLIDING]}, "layer_types"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rope"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rope"), ({"output_multiplier": 0.5}, "at the top"),
+        ({"selector_top_k": 16}, "two places"), ({"rms_norm_eps": 0.0}, "above 0"), ({"use_sliding_window": "no"}, "true or false"),
     ],
 )  # fmt: skip
 def test_load_refuses_what_a_spec_cannot_say(tmp_path, change, message):
@@ -443,3 +449,39 @@ def test_load_without_files(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         load_drafter_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["it's mine", 'a"b', "x\n---\nlicense: other", "a b", "$(rm x)", "-x", "a`b|c", "a;b"])
+def test_names_that_a_shell_reads_otherwise_do_not_reach_launch_lines(name):
+    for facts in ({"name": name, "base_model": "acme/tiny"}, {"name": "acme/d", "base_model": name}):
+        text = model_card(TINY, CardFacts(license="mit", target=target_record(TINY_TARGET), **facts))
+        assert front_matter_of(text)["license"] == "mit"
+        assert front_matter_of(text)["base_model"] == " ".join(facts["base_model"].split())
+        blocks = re.findall(r"```(\w*)\n(.*?)\n```", text, re.DOTALL)
+        assert len(blocks) > 8 and not [b for _, b in blocks if name in b]
+        for language, block in blocks:
+            if language == "bash":
+                words = shlex.split(block, comments=True)
+                if "--speculative-config" in words:
+                    assert json.loads(words[words.index("--speculative-config") + 1])["num_speculative_tokens"] == 7
+            elif language == "python":
+                compile(block, "card", "exec")
+            elif language == "yaml":
+                assert yaml.safe_load(block)["speculative_config"]["max_draft_len"] == 7
+
+
+def test_an_export_that_stepped_aside_for_one_that_was_killed_comes_back(tmp_path, monkeypatch):
+    output = exported(tmp_path / "out")
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    output.rename(tmp_path / f".out.replaced-{int(gone.stdout)}")
+    (tmp_path / f".out.writing-{int(gone.stdout)}").mkdir()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("dflash_train.export.save_file", full)
+        exported(output)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and load_drafter_folder(output)[0] == TINY
+    exported(output)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

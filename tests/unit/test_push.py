@@ -149,6 +149,16 @@ def test_what_trying_again_cannot_mend_is_said(hub, folder, status, says):
     assert hub.requests.count("POST /api/repos/create") == 1 and hub.repos == {}
 
 
+def test_without_a_network_the_remedy_is_said_and_not_the_token(hub, folder, monkeypatch):
+    from huggingface_hub import constants, hf_api
+
+    for module in (constants, hf_api.constants):
+        monkeypatch.setattr(module, "ENDPOINT", "http://127.0.0.1:9")
+    code, out, err = run(folder)
+    assert code == 2 and "the Hub does not answer" in err and "run the same command again" in err
+    assert out.count("attempt") == 5 and TOKEN not in out + err and "Traceback" not in err
+
+
 def test_wrong_names_and_folders(hub, folder, tmp_path):
     for repo, says in (("tiny", "owner"), ("acme/t iny", "acme/t iny")):
         code, _, err = toys.call(export.main, folder, "--push", repo)

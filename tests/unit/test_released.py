@@ -174,6 +174,15 @@ REFUSED = {
     "use_sliding_window is not true": {"layer_types": [FULL, SLIDING], "sliding_window": 12},
     "no rope_theta": {"rope_parameters": {"rope_type": "default"}},
     "in two places": {"block_size": 16},
+    "selector_top_k: .* in two places": {"selector_top_k": 64},
+    "mask_token_id: .* in two places": {"mask_token_id": 3},
+    "output_multiplier = 0.0: must be a finite number above 0": {"block": {"output_multiplier": 0}},
+    "final_logit_softcapping = -3.0: must be": {"block": {"final_logit_softcapping": -3.0}},
+    "rms_norm_eps = 0.0: must be": {"rms_norm_eps": 0},
+    "rope_theta = -1.0: must be": {"rope_parameters": {"rope_theta": -1.0}},
+    "conv_group_size = 0: must be at least 1": {"block": {"conv_group_size": 0}},
+    "use_sliding_window = 'false': must be": {"use_sliding_window": "false"},
+    "rope_scaling = .* beside rope_parameters": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
 }  # fmt: skip
 
 
@@ -182,6 +191,12 @@ def test_what_our_layers_do_not_compute_is_refused_by_name(tmp_path, message):
     config = published_config(**REFUSED[message])
     with pytest.raises(ValueError, match=message):
         derive(recipe(write(tmp_path / "x", config, {"a": torch.zeros(1)})))
+
+
+def test_what_the_reference_reads_at_the_top_is_read(tmp_path):
+    config = published_config(output_multiplier=0.5, final_logit_softcapping=20.0)
+    found = read_released(str(write(tmp_path / "x", config, {"a": torch.zeros(1)}))).spec()
+    assert (found.output_multiplier, found.final_logit_softcapping) == (0.5, 20.0)
 
 
 def test_a_learned_mask_embedding_is_refused(released):

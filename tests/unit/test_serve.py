@@ -160,7 +160,9 @@ def test_llama_cpp(line_of):
         "--reasoning-format auto --chat-template-file 'my template.jinja'"
     )
     line = line_of("org/m", "llama.cpp", "qwen3", QWEN3, full_recipe())
-    assert any("convert_hf_to_gguf.py org/m --outtype f16" in note for note in line.notes)
+    assert any(
+        "scripts/convert_gguf.py --target org/m --outtype f16 --with-target TARGET.gguf" in note for note in line.notes
+    )
 
 
 def test_transformers(line_of):
