@@ -233,6 +233,10 @@ def _compose(path: Path | None, overrides: list[str], where: str) -> DictConfig:
     # ValueError: what Hydra says of a defaults list; the others are what its parsers say.
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where}: {str(error).strip()}") from error
+    except AssertionError as error:  # where Hydra has no words
+        raise ValueError(
+            f"{where}: its defaults cannot be read; write a list such as [demo, {{target: embedded}}, _self_]"
+        ) from error
 
 
 def _variable(name: str, *default: Any) -> Any:

@@ -55,6 +55,7 @@ def test_an_empty_recipe_is_all_defaults(load):
         ("drafter: 5", "drafter is a section, not a value"),
         ("- a\n- b", "a recipe is a mapping"),
         ("a: [", "not valid YAML"),
+        ("defaults: [debug_cpu, {a: _self_}]", "its defaults cannot be read"),
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_name(load, text, message):
