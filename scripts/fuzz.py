@@ -857,7 +857,7 @@ CASES = {"rows": row_cases, "configs": config_cases, "folders": folder_cases}
 def fuzz(kind: str, cases: int, *, seed_: int, deadline: float = 30.0, keep: Path | None = None) -> Tally:
     """Run so many cases of a kind; the same seed gives the same ones."""
     tally = Tally()
-    files.LONGEST_LINE = 2**18  # so that a case can have a longer one
+    longest, files.LONGEST_LINE = files.LONGEST_LINE, 2**18  # so that a case can have a longer one
     home = Path(tempfile.mkdtemp(prefix="fuzz-"))
     before = Path.cwd()
 
@@ -899,6 +899,7 @@ def fuzz(kind: str, cases: int, *, seed_: int, deadline: float = 30.0, keep: Pat
     try:
         one()
     finally:
+        files.LONGEST_LINE = longest
         os.chdir(before)
         shutil.rmtree(home, ignore_errors=True)
     return tally
