@@ -21,7 +21,7 @@ class CardFacts:
 
     decoded: the report of real decoding (`evaluate.decode_report`), or None where these weights were not decoded. client: what
     `client.GapReport.as_dict` says of an export of these weights, likewise. licence_notes: why the licence is what it is. target: what
-    `target_record` says of the target; `write_export` fills it in.
+    `target_record` says of the target; `write_export` fills it in. Raises ValueError for measurements that the card cannot state.
     """
 
     name: str
@@ -32,6 +32,15 @@ class CardFacts:
     provenance: dict[str, Any] = field(default_factory=dict)
     licence_notes: list[str] = field(default_factory=list)
     target: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:  # they come from files
+            list(_measured(self))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"what was measured of {self.name} (evaluation.json, client.json, or an export's record of them) is not as evaluation and the "
+                f"train-to-serve check write it ({error!r}); measure again, or delete it"
+            ) from None
 
 
 def target_record(target: TargetInfo) -> dict[str, Any]:

@@ -224,6 +224,8 @@ def _read_tokenizer(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
             token = data.get(key)
             if token:
                 special[key] = token["content"] if isinstance(token, dict) else token
+                if not isinstance(special[key], str):
+                    raise TypeError(f"{key} is {special[key]!r}")
     return tokens, special
 
 

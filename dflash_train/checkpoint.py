@@ -147,18 +147,12 @@ def hold(folder: Path) -> Iterator[None]:
 
 def tidy(folder: Path) -> None:
     """Finish or undo what a killed writer was about: a whole checkpoint that was only to be renamed gets its name. For the holder alone."""
-    for partial in sorted(folder.glob(".*.partial")):
-        final = folder / partial.name[1 : -len(".partial")]
-        if not final.exists() and _is_whole(partial):
-            partial.rename(final)
+    for left in [*sorted(folder.glob(".*.partial")), *sorted(folder.glob(".*.old"))]:  # the new one first
+        final = folder / left.stem[1:]
+        if not final.exists() and _is_whole(left):
+            left.rename(final)
         else:
-            shutil.rmtree(partial)
-    for old in sorted(folder.glob(".*.old")):
-        final = folder / old.name[1 : -len(".old")]
-        if not final.exists() and _is_whole(old):
-            old.rename(final)
-        else:
-            shutil.rmtree(old)
+            shutil.rmtree(left)
     for gone in folder.glob(".*.gone"):
         shutil.rmtree(gone)
 

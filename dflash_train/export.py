@@ -314,7 +314,12 @@ def decide_licence(o: Outline) -> Decision:
     """The licence of this run's drafters. Raises ValueError as `licences.decide` does."""
     run, export = Path(o.recipe.output_dir), o.recipe.export
     if (run / LICENCES_FILE).exists():
-        sources = [Source(**source) for source in read_json(run / LICENCES_FILE)["sources"]]
+        try:
+            sources = [Source(**source) for source in read_json(run / LICENCES_FILE)["sources"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{run / LICENCES_FILE}: not as training writes it ({error!r}); delete it, and state export.license"
+            ) from None
     else:  # an export without its run
         sources = [Source("target", public_name(o.info.path), card_licence(o.target_path))]
     return decide(sources, export.license, owned=export.owned)
@@ -333,8 +338,8 @@ def rewrite_card(o: Outline, folder: Path, weights: str, *, step: int | None, ch
 
 def _measurement(path: Path, weights: str) -> dict[str, Any] | None:
     """A file of measurements, if it is there and measured weights with this hash."""
-    found = read_json(path) if path.exists() else {"weights": None}
-    return found if found["weights"] == weights else None
+    found = read_json(path) if path.exists() else {}
+    return found if found.get("weights") == weights else None
 
 
 def _data_facts(run: Path) -> dict[str, Any]:

@@ -65,6 +65,10 @@ class Source:
     name: str
     licence: str | None
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.role, str) and isinstance(self.name, str) and isinstance(self.licence, str | None)):
+            raise TypeError(f"{self.role!r}, {self.name!r}, {self.licence!r}: must be strings")
+
     @property
     def key(self) -> str:
         """The licence as the table spells it, without the name that a card gives to `other`."""

@@ -5,8 +5,8 @@
 Imports are paid once: this process forks a warm child for each run. A child is hit by SIGKILL, SIGTERM or SIGUSR1 at a moment drawn over its
 whole length, or kills itself at a drawn file operation (between the writing, flushing, renaming and deleting of checkpoints, or with half of a
 file written). It is continued, perhaps hit again, until it ends. Then all of these must be equal, bit for bit: weights, moments and state of
-every checkpoint that is kept, the best one, the curve, the export; of regeneration the rows; and the names of all files, so nothing is left
-behind. Exit code 0: no difference; 1: differences, each named, with the folder kept. The seed draws the same hits again; those by the clock fall
+every checkpoint that both runs keep, the best one, the curve, the export; of regeneration the rows; and the names of all files, so nothing is left
+behind. A stop writes a checkpoint of its own, which may push out an older one: as many are kept, all of them whole, the last ones equal. Exit code 0: no difference; 1: differences, each named, with the folder kept. The seed draws the same hits again; those by the clock fall
 where the machine's speed puts them.
 """
 
@@ -89,12 +89,26 @@ class Job:
 # --- what is compared ---------------------------------------------------------------------------------------------
 
 
+IF_BOTH = "where both keep it: "
+
+
+def damage(checkpoint: Path) -> str | None:
+    try:
+        checkpointing.verify(checkpoint)
+    except checkpointing.Damaged as error:
+        return str(error)
+    return None
+
+
 def trained(folder: Path) -> dict[str, Any]:
     """Every file of a finished run that its numbers decide, and the names of all."""
     run = folder / "run"
-    found: dict[str, Any] = {"names": sorted(str(p.relative_to(run)) for p in run.rglob("*"))}
+    kept = checkpointing.checkpoints(run / "checkpoints")
+    mine = {p for step in kept[:-1] for p in (step, *step.rglob("*"))}  # a stop decides which these are
+    found: dict[str, Any] = {"names": sorted(str(p.relative_to(run)) for p in {*run.rglob("*")} - mine)}
     for path in [*run.glob("checkpoints/*/*"), *run.glob("export/*")]:
-        found[str(path.relative_to(run))] = path.read_bytes()
+        found[IF_BOTH * (path in mine) + str(path.relative_to(run))] = path.read_bytes()
+    found["checkpoints"] = [len(kept), *(broken for step in kept if (broken := damage(step)))]
     record = json.loads(found["export/dflash_train.json"])
     for name in ("resumed", "git_commit", "git_dirty"):  # somebody may work on the checkout meanwhile
         record["provenance"].pop(name, None)
@@ -121,7 +135,8 @@ def regenerated(folder: Path) -> dict[str, Any]:
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    differ = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+    names = {name for name in {*expected, *found} if not name.startswith(IF_BOTH)} | ({*expected} & {*found})
+    differ = [name for name in sorted(names) if expected.get(name) != found.get(name)]
     lines = []
     for name in differ:
         one, other = expected.get(name), found.get(name)

@@ -804,7 +804,7 @@ def _certificate(run: Path, out: Path) -> str | None:
 CHECKPOINT, EXPORT = "checkpoints/step-", "export/"
 FOLDER_ENTRIES: dict[Callable[[Path, Path], str | None], tuple[str, ...]] = {
     _open_run: (CHECKPOINT, "config.yaml"), _open_checkpoint: (CHECKPOINT, "config.yaml"), _open_best: ("checkpoints/best", "config.yaml"),
-    _open_export: (EXPORT, "config.yaml"), _check: (EXPORT,), _export: (CHECKPOINT, "config.yaml", "certificate.json", "evaluation.json"),
+    _open_export: (EXPORT, "config.yaml"), _check: (EXPORT,), _export: (CHECKPOINT, "config.yaml", "certificate.json", "evaluation.json", "licences.json"),
     _over_export: (EXPORT, "certificate.json"), _report: ("",), _resume: (CHECKPOINT, "config.yaml", "metrics.jsonl", "checkpoints/best"),
     _evaluate: (CHECKPOINT, "config.yaml", "evaluation.json", "certificate.json"), _certificate: ("certificate.json",),
 }  # fmt: skip

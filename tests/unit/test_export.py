@@ -330,6 +330,16 @@ def test_card():
     assert "A DFlash drafter" in v1 and "DFlash2DraftModel" not in v1
 
 
+@pytest.mark.parametrize(
+    "change", [{"memory": None}, {"walk_tau": {}}, {"tau": [1]}, {"repetition": "none"}, {"speedup": "fast"}]
+)
+def test_measurements_that_no_card_can_state_are_an_error(change):
+    with pytest.raises(ValueError, match="what was measured of .* measure again, or delete it"):
+        replace(CARD, decoded=decoded(**change) | ({"lossless": None} if "tau" in change else {}))
+    with pytest.raises(ValueError, match="what was measured of"):
+        replace(CARD, client={k: v for k, v in CLIENT.items() if k != "expected"})
+
+
 def test_card_states_target_and_trained_length():
     text = model_card(SPEC, replace(CARD, target=target_record(TARGET), provenance={"row_length": 3072}))
     assert "`acme/tiny` at abc: 5 layers, hidden size 64, vocabulary 160, tied embeddings" in text

@@ -181,6 +181,8 @@ def test_what_says_the_same_is_no_fault(clean, tmp_path, command, change):
         ("tokenizer.json", '{"added_tokens": [{"content": "x"}]}'),
         ("tokenizer.json", '{"model": {"vocab": [1, 2]}}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "x"}}}'),
+        ("tokenizer_config.json", '{"eos_token": [1]}'),
+        ("tokenizer_config.json", '{"eos_token": {"content": {}}}'),
         ("dflash_train.json", '{"target": [1]}'),
     ],
 )
