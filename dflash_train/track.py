@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,12 +58,12 @@ class Tracker:
     A line that the disk does not take costs one warning; it is kept and written with the next that goes through.
     """
 
-    def __init__(self, recipe: Recipe, *, resumed_at: int | None):
+    def __init__(self, recipe: Recipe, *, resumed_at: int | None, again: Sequence[str] = ()):
         self.path = Path(recipe.output_dir) / METRICS
         self._sinks: list[Sink] = []
         self._unwritten: list[str] = []
         self._warned = False
-        rows = self._drop_after(resumed_at or 0)
+        rows = self._drop_after(resumed_at or 0, again)
         if not resumed_at:  # begun anew in the folder of a run that never got to a checkpoint: it is another run
             for note in (WANDB_ID, WANDB_SENT):
                 (self.path.parent / note).unlink(missing_ok=True)
@@ -75,10 +75,15 @@ class Tracker:
         # A run that ends by an exception ends its sinks too, so that none of their last steps are lost.
         atexit.register(self.finish, failed=True)
 
-    def _drop_after(self, step: int) -> list[dict[str, Any]]:
-        """A resumed run continues its curve: lines of what will be done again are removed, those of later steps and of the run's end. Returns
-        the others."""
-        rows = [row for row in read_rows(self.path)[0] if row["step"] <= step and not _of_the_end(row)] if step else []
+    def _drop_after(self, step: int, again: Sequence[str]) -> list[dict[str, Any]]:
+        """A resumed run continues its curve: lines of what will be done again are removed, those of later steps, of evaluations (by their
+        names) of this one, and of the run's end. Returns the others."""
+
+        def stays(row: dict[str, Any]) -> bool:
+            redone = row["step"] == step and any(name.partition("/")[0] in again for name in row)
+            return row["step"] <= step and not redone and not _of_the_end(row)
+
+        rows = [row for row in read_rows(self.path)[0] if stays(row)] if step else []
         disk.replace(self.path, (f"{json.dumps(row)}\n".encode() for row in rows))
         return rows
 

@@ -261,7 +261,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             o.start.write(folder, o.start_hash)
         record_licences(o, licences)
         disk.replace(folder / "notes.json", [json.dumps(stream.examples.kept.origin).encode()])  # for the report
-        tracker = Tracker(recipe, resumed_at=state.step)
+        tracker = Tracker(recipe, resumed_at=state.step, again=state.pending)
     state.best = ranks.broadcast_object(state.best)
     module.train()
     run = Run(

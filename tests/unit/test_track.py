@@ -98,6 +98,15 @@ def test_every_line_is_on_disk_at_once(recipe, no_wandb):
     assert steps(tracker) == [1]
 
 
+def test_an_evaluation_that_is_done_again_is_logged_once(recipe, no_wandb):
+    first = Tracker(recipe, resumed_at=0)
+    for step, values in [(4, {"train/loss": 1.0}), (4, {"heldout/walk_tau": 2.0}), (4, {"decoded/tau": 2.0})]:
+        first.log(step, values)
+    kept = Tracker(recipe, resumed_at=4, again=["heldout"])
+    rows = [json.loads(line) for line in kept.path.read_text().splitlines()]
+    assert rows == [{"step": 4, "train/loss": 1.0}, {"step": 4, "decoded/tau": 2.0}]
+
+
 @pytest.mark.parametrize(("resumed_at", "kept"), [(4, [1, 2, 3, 4]), (2, [1, 2]), (9, [1, 2, 3, 4, 5]), (0, [])])
 def test_a_continued_run_drops_the_lines_of_steps_to_come(recipe, no_wandb, resumed_at, kept):
     first = Tracker(recipe, resumed_at=0)
