@@ -179,8 +179,13 @@ def certify_rows(o: Outline, stream: RowStream) -> Certificate:
 
 def build_step(o: Outline, device: torch.device) -> DraftStep:
     """Target, freshly initialised drafter and objective on a device; the target's head is checked against its own logits."""
+    target = HFTarget.load(o.recipe.target, o.target_path, o.spec.target_layer_ids, device)
+    return step_over(o, target, device)
+
+
+def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
+    """`build_step` with a target that is there."""
     spec, engine = o.spec, o.recipe.engine
-    target = HFTarget.load(o.recipe.target, o.target_path, spec.target_layer_ids, device)
     target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     drafter = Drafter(spec)
     initialise(drafter, o.recipe.train.seed)

@@ -47,6 +47,7 @@ from dflash_train.checkpoint import (
     save_best,
     save_checkpoint,
 )
+from dflash_train.clock import Clock
 from dflash_train.client import GapReport, gap_alarm, require_client
 from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import ClientCheck, Recipe
@@ -84,6 +85,7 @@ class Run:
     tracker: Tracker | None
     window: MetricWindow
     counts: Counts
+    clock: Clock
 
     @property
     def out_of_patience(self) -> bool:
@@ -119,14 +121,18 @@ def train_step(run: Run, step: int) -> torch.Tensor:
     for i, batch in enumerate(batches):
         run.counts.add(batch)
         batch = move(batch, run.device)
-        features = run.module.target.read(batch)
+        with run.clock("target"):
+            features = run.module.target.read(batch)
         if run.counts.micro_batches == 1:
             check_features(features, batch, run.outline.spec.target_layer_ids, run.outline.spec.hidden_size)
         with run.engine.accumulate(last=i == len(batches) - 1):
-            report = run.engine.forward(batch, features, total_weight)
-            run.engine.backward(report.loss)
+            with run.clock("draft"):
+                report = run.engine.forward(batch, features, total_weight)
+            with run.clock("backward"):
+                run.engine.backward(report.loss)
         run.window.add(report.sums)
-    return run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer))
+    with run.clock("optimizer"):
+        return run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer))
 
 
 def start(recipe: Recipe) -> Run:
@@ -210,6 +216,7 @@ def start(recipe: Recipe) -> Run:
         tracker=tracker,
         window=MetricWindow(),
         counts=Counts(),
+        clock=Clock(device),
     )
 
 

@@ -85,7 +85,12 @@ class HFTarget:
     def load(cls, config: TargetConfig, path: str, layer_ids: tuple[int, ...], device: torch.device) -> HFTarget:
         """Load the model of a recipe. Raises ValueError with the remedy."""
         info = read_target_info(path, config.revision, config.trust_remote_code)
-        model = load_model(config, path, device)
+        return cls.over(load_model(config, path, device), config, info, layer_ids)
+
+    @classmethod
+    def over(cls, model: nn.Module, config: TargetConfig, info: TargetInfo, layer_ids: tuple[int, ...]) -> HFTarget:
+        """A loaded model, read as the recipe says."""
+        device = next(model.parameters()).device
         if config.attn_implementation == "sdpa" and device.type == "cuda" and model.dtype != torch.float32:
             why_not = enable_varlen(model)
             if why_not is not None:
