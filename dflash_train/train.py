@@ -47,8 +47,8 @@ from dflash_train.checkpoint import (
     save_best,
     save_checkpoint,
 )
-from dflash_train.clock import Clock
 from dflash_train.client import GapReport, gap_alarm, require_client
+from dflash_train.clock import Clock
 from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import ClientCheck, Recipe
 from dflash_train.config.values import nearest
@@ -57,6 +57,7 @@ from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_c
 from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.export import check_output, export_run, rewrite_card
+from dflash_train.feed import Feed
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -64,7 +65,6 @@ from dflash_train.optim import build_optimizer, lr_at
 from dflash_train.target.base import check_features
 from dflash_train.track import Tracker
 from dflash_train.types import PackedBatch, Prompt, TokenizedExample
-from dflash_train.walk import move
 
 
 @dataclass(kw_only=True)
@@ -86,6 +86,7 @@ class Run:
     window: MetricWindow
     counts: Counts
     clock: Clock
+    feed: Feed
 
     @property
     def out_of_patience(self) -> bool:
@@ -115,14 +116,11 @@ def train(recipe: Recipe) -> Path:
 
 def train_step(run: Run, step: int) -> torch.Tensor:
     """One optimizer step over this rank's micro-batches; returns the gradient norm, on the device."""
-    batches = list(run.stream.micro_batches(step, ranks.rank(), ranks.world_size()))
-    supervised = torch.tensor(sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
+    batches = run.feed.batches(step)
+    supervised = torch.full((), sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
     total_weight = ranks.sum_over_ranks(supervised).clamp_min(1e-6)
-    for i, batch in enumerate(batches):
+    for i, (batch, features) in enumerate(run.feed.step(step)):
         run.counts.add(batch)
-        batch = move(batch, run.device)
-        with run.clock("target"):
-            features = run.module.target.read(batch)
         if run.counts.micro_batches == 1:
             check_features(features, batch, run.outline.spec.target_layer_ids, run.outline.spec.hidden_size)
         with run.engine.accumulate(last=i == len(batches) - 1):
@@ -201,6 +199,7 @@ def start(recipe: Recipe) -> Run:
         tracker = Tracker(recipe, resumed_at=state.step)
     ranks.barrier()
     module.train()
+    clock = Clock(device)
     return Run(
         recipe=recipe,
         folder=folder,
@@ -216,7 +215,8 @@ def start(recipe: Recipe) -> Run:
         tracker=tracker,
         window=MetricWindow(),
         counts=Counts(),
-        clock=Clock(device),
+        clock=clock,
+        feed=Feed(stream, module.target, device, clock, end=total, read_ahead=recipe.engine.read_ahead),
     )
 
 

@@ -26,8 +26,9 @@ from dflash_train.clock import Clock
 from dflash_train.config.load import load_recipe
 from dflash_train.config.schema import Recipe
 from dflash_train.data.stream import RowStream, StreamConfig
-from dflash_train.drafter.spec import DrafterSpec, resolve_spec
+from dflash_train.drafter.spec import resolve_spec
 from dflash_train.engine.torch import TorchEngine
+from dflash_train.feed import Feed
 from dflash_train.metrics import MetricWindow
 from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.optim import build_optimizer
@@ -110,9 +111,11 @@ def build(args: argparse.Namespace, recipe: Recipe, device: torch.device) -> Run
         ),
     )
     module.train()
+    clock = Clock(device)
     return Run(
         recipe=recipe, folder=Path("."), outline=o, stream=stream, heldout=[], prompts=[], module=module, engine=engine, device=device,
-        total_steps=total, state=TrainState(step=0, identity={}), tracker=None, window=MetricWindow(), counts=Counts(), clock=Clock(device),
+        total_steps=total, state=TrainState(step=0, identity={}), tracker=None, window=MetricWindow(), counts=Counts(), clock=clock,
+        feed=Feed(stream, target, device, clock, end=total, read_ahead=recipe.engine.read_ahead),
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Precision(enum.Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    fp8 = "fp8"
 
 
 class Attention(enum.Enum):
@@ -110,7 +111,8 @@ class TargetConfig:
     revision: str | None = knob(None, "Hub revision (branch, tag or commit) to pin.")
     precision: Precision = knob(
         Precision.auto,
-        "Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve.",
+        """Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve. fp8: linear layers of the
+        decoder in 8 bits, one scale per row of weights and of activations, the rest in bfloat16, while training and evaluating; regeneration and servers take bfloat16.""",
     )
     attn_implementation: str = knob("sdpa", "Attention kernel of the target, as transformers names it.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the target. Off unless you read that code.")
@@ -320,7 +322,13 @@ class EngineConfig:
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
     )
     attention: Attention = knob(Attention.auto, "auto: flex on CUDA, dense elsewhere.")
-    compile: bool = knob(False, "torch.compile the draft layers.")
+    compile: bool | None = knob(
+        None, "torch.compile the draft layers, and the target's for rows as training has them; null: on CUDA."
+    )
+    read_ahead: bool = knob(
+        True,
+        "On CUDA the target reads the next micro-batch on a stream of its own while the drafter learns from this one.",
+    )
     timeout_minutes: float = knob(30.0, "A collective that waits longer ends the job.")
     threads: int | None = knob(None, "CPU threads per process; null: torch's choice.")
 

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dflash_train"
 # From the bottom up. Parts of one layer do not know each other; the files of one part may.
 LAYERS = [
     {"types", "config", "ranks", "acceptance"},
-    {"metrics", "kernels"},
+    {"metrics", "kernels", "clock"},
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
     {"method", "folder", "dashboard"},
     {"build", "walk"},
-    {"generation"},
+    {"generation", "feed"},
     {"regenerate", "client"},
     {"export", "evaluate"},
     {"check", "heldout", "report"},
