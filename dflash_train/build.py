@@ -27,8 +27,9 @@ from dflash_train.data.template import TEMPLATE_ERRORS
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import load_drafter_folder, public_name, read_record, tensor_faults
+from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
-from dflash_train.objective.loss import decay, default_gamma, transform_logits
+from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.target import hf
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info

@@ -51,7 +51,7 @@ class DraftStep(nn.Module):
         )
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]
-        hidden_MH = hidden_BQH.flatten(0, 1)[scored]
+        hidden_MH = hidden_BQH.flatten(0, 1).index_select(0, scored)
         head = {"multiplier": spec.output_multiplier, "softcap": spec.final_logit_softcapping}
         base = linear_cross_entropy(
             hidden_MH, self.target.head_VH, labels_M, top_k=spec.selector_top_k, chunk=self.objective.chunk_rows, **head
@@ -96,24 +96,24 @@ class DraftStep(nn.Module):
     def _sums(
         self, batch: PackedBatch, s: dict[str, torch.Tensor], base_sum, selector_sum, selector_weight
     ) -> dict[str, torch.Tensor]:
+        """Sums and counts, made by a few operations on all of them: a step has dozens, each of a few bytes."""
         blocks = batch.blocks
-        slots = torch.tensor(len(s["labels_M"]), device=base_sum.device)
-        per_slot = blocks.supervised_BNS.flatten(0, 1).sum(0)
-        evaluated = blocks.supervised_BNS.any(-1).sum()
-        pair = lambda total, count: torch.stack([total.double(), count.double()])
-        sums = {
-            "base_loss": pair(base_sum, s["weights_M"].sum()),
-            "selector_loss": pair(selector_sum, selector_weight),
-            "candidate_recall": pair(s["covered_M"].sum(), slots),
-        }
-        for prefix, hit_M in (("", s["hit_M"]), ("base_", s["base_hit_M"])):
-            correct_BNS = scatter_slots(hit_M, blocks)
-            accepted = leading_hits(correct_BNS, blocks.supervised_BNS).sum()
-            sums[f"{prefix}accuracy"] = pair(hit_M.sum(), slots)
-            sums[f"{prefix}accept_len"] = pair(accepted + evaluated, evaluated)
-            hits = correct_BNS.flatten(0, 1).sum(0)
-            sums |= {slot_metric(f"{prefix}accuracy", k): pair(hits[k], per_slot[k]) for k in range(1, len(hits))}
-        return sums
+        supervised_RS = blocks.supervised_BNS.flatten(0, 1)
+        correct_2RS = torch.stack([scatter_slots(s[name], blocks) for name in ("hit_M", "base_hit_M")]).flatten(1, 2)
+        accepted_2R = leading_hits(correct_2RS, supervised_RS)
+        hits_2S = correct_2RS.sum(1)
+        slots_S = supervised_RS.sum(0)
+        covered, slots, blocks_drafted = s["covered_M"].sum(), slots_S.sum(), supervised_RS.any(-1).sum()
+        weights = torch.stack([base_sum, s["weights_M"].sum(), selector_sum, selector_weight]).double()
+        names, table = ["base_loss", "selector_loss", "candidate_recall"], [weights.view(2, 2)]
+        table.append(torch.stack([covered, slots]).double()[None])
+        for prefix, accepted_R, hits_S in zip(("", "base_"), accepted_2R, hits_2S, strict=True):
+            slot_names = [slot_metric(f"{prefix}accuracy", k) for k in range(1, len(slots_S))]
+            names += [f"{prefix}accept_len", f"{prefix}accuracy", *slot_names]
+            totals = torch.cat([torch.stack([accepted_R.sum() + blocks_drafted, hits_S.sum()]), hits_S[1:]])
+            counts = torch.cat([torch.stack([blocks_drafted, slots]), slots_S[1:]])
+            table.append(torch.stack([totals, counts], 1).double())
+        return dict(zip(names, torch.cat(table).unbind(), strict=True))
 
 
 def scatter_slots(value_M: torch.Tensor, blocks) -> torch.Tensor:

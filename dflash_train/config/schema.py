@@ -296,7 +296,10 @@ class ObjectiveConfig:
         Denominator.supervised,
         "supervised: all supervised decay weight, exact under any split of a step. covered: only slots whose token is among the candidates (NeMo's), known after the forward, so exact in one micro-batch only.",
     )
-    chunk_rows: int = knob(1024, "Slots whose logits exist at the same time; the result does not depend on it.")
+    chunk_rows: int = knob(
+        1024,
+        "Slots whose logits exist at the same time, at most (a large vocabulary takes fewer); the result does not depend on it.",
+    )
 
 
 @dataclass(kw_only=True)
