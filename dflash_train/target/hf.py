@@ -97,13 +97,13 @@ class HFTarget:
     def over(cls, model: nn.Module, config: TargetConfig, info: TargetInfo, layer_ids: tuple[int, ...]) -> HFTarget:
         """A loaded model, read as the recipe says."""
         device = next(model.parameters()).device
-        eight_bits = config.precision is Precision.fp8
-        if eight_bits or device.type == "cuda":
-            join_linears(text_backbone(model).layers, eight_bits=eight_bits)
         if config.attn_implementation == "sdpa" and device.type == "cuda" and model.dtype != torch.float32:
             why_not = enable_varlen(model)
             if why_not is not None:
                 print(f"note: packed rows are read with a dense mask instead of flash attention: {why_not}", flush=True)
+        eight_bits = config.precision is Precision.fp8
+        if eight_bits or device.type == "cuda":
+            join_linears(text_backbone(model).layers, eight_bits=eight_bits)
         return cls(model, info, layer_ids)
 
     def compile(self, tokens: int) -> None:
