@@ -189,10 +189,9 @@ def build_step(o: Outline, device: torch.device) -> DraftStep:
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
     drafter.to(device)
-    if engine.compile:
-        for layer in drafter.layers:
-            layer.compile()
-    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=resolve_dtype(engine.precision, device))
+    fuse = device.type == "cuda" if engine.compile is None else engine.compile
+    dtype = resolve_dtype(engine.precision, device)
+    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
 
 
 def describe(o: Outline) -> str:

@@ -323,7 +323,7 @@ class EngineConfig:
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
     )
     attention: Attention = knob(Attention.auto, "auto: flex on CUDA, dense elsewhere.")
-    compile: bool = knob(False, "torch.compile the draft layers.")
+    compile: bool | None = knob(None, "torch.compile the draft layers for training with flex attention; null: on CUDA.")
     timeout_minutes: float = knob(30.0, "A collective that waits longer ends the job.")
     threads: int | None = knob(None, "CPU threads per process; null: torch's choice.")
 
