@@ -194,11 +194,11 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
     drafter.to(device)
-    if engine.compile or (engine.compile is None and device.type == "cuda"):
+    fuse = device.type == "cuda" if engine.compile is None else engine.compile
+    if fuse:
         target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length)
-        for layer in drafter.layers:
-            layer.compile()
-    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=resolve_dtype(engine.precision, device))
+    dtype = resolve_dtype(engine.precision, device)
+    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
 
 
 def describe(o: Outline) -> str:

@@ -23,10 +23,19 @@ class DraftStep(nn.Module):
     total_weight: the step's supervised decay weight over all ranks and micro-batches, known before the first forward.
     """
 
-    def __init__(self, drafter: Drafter, target: Target, objective: ObjectiveConfig, *, flex: bool, dtype: torch.dtype):
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        objective: ObjectiveConfig,
+        *,
+        flex: bool,
+        dtype: torch.dtype,
+        fuse: bool = False,
+    ):
         super().__init__()
         self.drafter = drafter
-        self.objective, self.flex, self.dtype = objective, flex, dtype
+        self.objective, self.flex, self.dtype, self.fuse = objective, flex, dtype, fuse
         object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
 
     def autocast(self) -> torch.autocast:
@@ -42,12 +51,14 @@ class DraftStep(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
         spec, blocks = self.drafter.spec, batch.blocks
+        flex = self.flex if flex is None else flex
         hidden_BQH = self.drafter(
             features.features_BTF.to(self.dtype),
             batch.position_ids_BT,
             self.embed(block_token_ids(blocks, spec.mask_token_id)),
             block_positions(blocks, batch.position_ids_BT, spec.block_size),
-            self.drafter.masks(blocks, batch.document_ids_BT, flex=self.flex if flex is None else flex),
+            self.drafter.masks(blocks, batch.document_ids_BT, flex=flex),
+            fuse=flex and self.fuse,
         )
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]

@@ -5,6 +5,9 @@ Parameter names are those of the published drafters, so that a state dict is an 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -69,19 +72,20 @@ def dense_attention(q, context_kv, block_kv, mask: BlockMask) -> torch.Tensor:
     return out.reshape(B, Hq, Q, D)
 
 
-_compiled_flex = None
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """The function through torch.compile, in static shapes."""
+    return torch.compile(function, dynamic=False)
 
 
 def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
     """The same by a compiled block-sparse kernel (CUDA)."""
-    global _compiled_flex
-    if _compiled_flex is None:
-        from torch.nn.attention.flex_attention import flex_attention as flex
+    from torch.nn.attention.flex_attention import flex_attention as flex
 
-        _compiled_flex = torch.compile(flex, dynamic=False)
+    run = flex if torch.compiler.is_compiling() else compiled(flex)
     k = torch.cat([context_kv[0], block_kv[0]], 2)
     v = torch.cat([context_kv[1], block_kv[1]], 2)
-    return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
@@ -111,6 +115,14 @@ def attention_for(mask):
     return dense_attention if isinstance(mask, BlockMask) else flex_attention
 
 
+def project(x: torch.Tensor, *linears: nn.Linear) -> Sequence[torch.Tensor]:
+    """x through several projections: one matrix product where the layer is compiled, which joins the weights as it casts them."""
+    if not torch.compiler.is_compiling():
+        return [linear(x) for linear in linears]
+    joined = F.linear(x, torch.cat([linear.weight.to(x.dtype) for linear in linears]))
+    return joined.split([linear.out_features for linear in linears], -1)
+
+
 class BlockAttention(nn.Module):
     """Queries from the block; keys and values from the target's features and from the block itself."""
 
@@ -129,15 +141,17 @@ class BlockAttention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim)
 
     def keys_values(self, x_BLH: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values, (B, Hkv, L, D) each, of context features or of block rows."""
-        k = self.k_norm(self._heads(self.k_proj(x_BLH))).transpose(1, 2)
-        v = self._heads(self.v_proj(x_BLH)).transpose(1, 2)
-        return rotate(k, by), v
+        """Rotated keys and values, (B, Hkv, L, D) each, of context features."""
+        k, v = project(x_BLH, self.k_proj, self.v_proj)
+        return self._rotated(k, self.k_norm, by), self._heads(v).transpose(1, 2)
+
+    def _rotated(self, x: torch.Tensor, norm: RMSNorm, by: Rotation) -> torch.Tensor:
+        return rotate(norm(self._heads(x)).transpose(1, 2), by)
 
     def forward(self, x_BQH: torch.Tensor, context_kv, by: Rotation, mask) -> torch.Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2), by)
-        block_kv = self.keys_values(x_BQH, by)
-        out = attention_for(mask)(q, context_kv, block_kv, mask)
+        q, k, v = project(x_BQH, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self._rotated(q, self.q_norm, by), self._rotated(k, self.k_norm, by), self._heads(v).transpose(1, 2)
+        out = attention_for(mask)(q, context_kv, (k, v), mask)
         return self.o_proj(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1))
 
 
@@ -181,7 +195,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DraftLayer(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dflash_train.drafter.layers import DraftLayer, RMSNorm, rotation
+from dflash_train.drafter.layers import DraftLayer, RMSNorm, Rotation, compiled, rotation
 from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
@@ -50,11 +50,30 @@ class Drafter(nn.Module):
         windows = {self.spec.window(n) for n in range(self.spec.num_hidden_layers)}
         return {w: build(blocks, document_ids_BT, self.spec.block_size, w, self.spec.is_causal) for w in windows}
 
-    def forward(self, features_BTF, positions_BT, embeddings_BQH, positions_BQ, masks: dict) -> torch.Tensor:
-        """Training forward over N blocks of block_size slots per row; Q = N * block_size."""
-        return self.draft(
-            self.context_kv(features_BTF, positions_BT), embeddings_BQH, positions_BQ, masks, self.spec.block_size
+    def forward(
+        self, features_BTF, positions_BT, embeddings_BQH, positions_BQ, masks: dict, *, fuse: bool = False
+    ) -> torch.Tensor:
+        """Training forward over N blocks of block_size slots per row; Q = N * block_size. fuse: through torch.compile, one graph for all
+        layers (and one for the first, which has nothing to pass a gradient to), made anew for other shapes."""
+        through = compiled if fuse else lambda function: function
+        by_context, by = (
+            rotation(positions, self.spec.head_dim, self.spec.rope_theta) for positions in (positions_BT, positions_BQ)
         )
+        rows_BTH = through(Drafter.context)(self, features_BTF)
+        h = embeddings_BQH
+        for n, layer in enumerate(self.layers):
+            h = through(over_context)(
+                layer, h, rows_BTH, by_context, by, masks[self.spec.window(n)], self.spec.block_size
+            )
+        return through(RMSNorm.forward)(self.norm, h)
+
+
+def over_context(
+    layer: DraftLayer, x_BQH, rows_BTH, by_context: Rotation, by: Rotation, mask, slots: int
+) -> torch.Tensor:
+    """A layer with the keys and values that it makes of the context rows."""
+    context_kv = layer.self_attn.keys_values(rows_BTH, by_context)
+    return layer(x_BQH, context_kv, by, mask, slots)
 
 
 def block_token_ids(blocks: DraftBlocks, mask_token_id: int) -> torch.Tensor:

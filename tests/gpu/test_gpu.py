@@ -44,7 +44,9 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
     with torch.no_grad():
         for p in drafter.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.05 + (1.0 if p.ndim == 1 else 0.0))
-    step = DraftStep(drafter.to(device), target, ObjectiveConfig(), flex=kernel == "flex", dtype=dtype)
+    step = DraftStep(
+        drafter.to(device), target, ObjectiveConfig(), flex=kernel != "dense", fuse=kernel == "compiled", dtype=dtype
+    )
     stream = RowStream(
         documents(12),
         StreamConfig(
@@ -67,11 +69,14 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 4e-2)])
-def test_the_block_sparse_kernel_equals_the_dense_one(dtype, tolerance, window):
+@pytest.mark.parametrize("kernel", ["flex", "compiled"])
+def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel, dtype, tolerance, window):
     dense, dense_gradients = loss_and_gradients("dense", dtype, window)
-    flex, flex_gradients = loss_and_gradients("flex", dtype, window)
+    flex, flex_gradients = loss_and_gradients(kernel, dtype, window)
     worst = max(float((flex_gradients[n] - g).norm() / g.norm().clamp_min(1e-8)) for n, g in dense_gradients.items())
-    print(f"window {window} {dtype}: loss {dense:.6f} {flex:.6f}, worst relative gradient difference {worst:.1e}")
+    print(
+        f"{kernel}, window {window} {dtype}: loss {dense:.6f} {flex:.6f}, worst relative gradient difference {worst:.1e}"
+    )
     assert flex == pytest.approx(dense, rel=tolerance / 4)
     assert worst < tolerance
 
