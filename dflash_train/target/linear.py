@@ -30,15 +30,25 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         eight, scale = quantise(x.flatten(0, -2))
-        product = scaled_product if x.is_cuda else scaled_product_reference
-        y = product(eight, scale, self.weight, self.scale, x.dtype).view(*x.shape[:-1], -1)
+        y = scaled_product(eight, scale, self.weight, self.scale, x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
-def scaled_product(x, x_scale, weight, weight_scale, dtype: torch.dtype) -> torch.Tensor:
-    """(x * x_scale) @ (weight * weight_scale).T on Hopper's 8-bit units. x (M, K), x_scale (M, 1), weight (N, K), weight_scale (N, 1)."""
+@torch.library.custom_op("dflash_train::scaled_product", mutates_args=())
+def scaled_product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """(x * x_scale) @ (weight * weight_scale).T. x (M, K) and weight (N, K) in 8 bits, x_scale (M, 1), weight_scale (N, 1): on CUDA by
+    Hopper's 8-bit units, elsewhere in fp32. One operation, since torch 2.11 cannot compile `scaled_mm` itself."""
+    if not x.is_cuda:
+        return scaled_product_reference(x, x_scale, weight, weight_scale, dtype)
     rows = F.ScalingType.RowWise
     return F.scaled_mm(x, weight.T, x_scale, rows, weight_scale.T, rows, output_dtype=dtype, use_fast_accum=True)
+
+
+@scaled_product.register_fake
+def _(x, x_scale, weight, weight_scale, dtype):
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
 def scaled_product_reference(x, x_scale, weight, weight_scale, dtype: torch.dtype) -> torch.Tensor:
