@@ -58,6 +58,7 @@ from dflash_train.data.stream import RowStream
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.export import check_output, export_run, rewrite_card
 from dflash_train.feed import Feed
+from dflash_train.flops import batch_flops, peak
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -120,7 +121,7 @@ def train_step(run: Run, step: int) -> torch.Tensor:
     supervised = torch.full((), sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
     total_weight = ranks.sum_over_ranks(supervised).clamp_min(1e-6)
     for i, (batch, features) in enumerate(run.feed.step(step)):
-        run.counts.add(batch)
+        run.counts.add(batch, batch_flops(batch, run.outline.spec, run.outline.info))
         if run.counts.micro_batches == 1:
             check_features(features, batch, run.outline.spec.target_layer_ids, run.outline.spec.hidden_size)
         with run.engine.accumulate(last=i == len(batches) - 1):
@@ -344,11 +345,11 @@ class Counts:
         self.restart()
 
     def restart(self) -> None:
-        self.values = [0, 0, 0, 0, 0, 0]
+        self.values = [0, 0, 0, 0, 0, 0, 0]
         self.since = time.perf_counter()
 
-    def add(self, batch: PackedBatch) -> None:
-        one = (batch.tokens, batch.drafted, batch.covered, batch.coverable, int(batch.weight == 0), 1)
+    def add(self, batch: PackedBatch, flops: int) -> None:
+        one = (batch.tokens, batch.drafted, batch.covered, batch.coverable, int(batch.weight == 0), 1, flops)
         self.values = [a + b for a, b in zip(self.values, one, strict=True)]
         self.micro_batches += 1
 
@@ -359,7 +360,7 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
     loss = means.get("base_loss", math.nan)
     loss += run.recipe.objective.selector_loss_weight * means.get("selector_loss", 0.0)
     counted = torch.tensor(run.counts.values, dtype=torch.float64, device=run.device)
-    tokens, blocks, covered, coverable, empty, micro_batches = ranks.sum_over_ranks(counted).tolist()
+    tokens, blocks, covered, coverable, empty, micro_batches, flops = ranks.sum_over_ranks(counted).tolist()
     seconds = time.perf_counter() - run.counts.since
     run.counts.restart()
     values = {"train/loss": loss, **{f"train/{k}": v for k, v in means.items()}}
@@ -370,10 +371,16 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
         "perf/tokens_per_second": tokens / seconds,
         "perf/blocks_per_second": blocks / seconds,
         "perf/memory_gib": _memory_gib(run.device),
+        **parts_of_a_step(run.clock.report()),
         "data/coverage": covered / max(coverable, 1),
         "data/skipped_microbatches": empty,
         "data/microbatches": micro_batches,
     }
+    if run.module.target.dense:
+        values["perf/tflops"] = flops / seconds / 1e12
+        most = peak(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+        if most is not None:
+            values["perf/mfu"] = flops / seconds / (most * ranks.world_size())
     if micro_batches > empty and not math.isfinite(loss + values["train/grad_norm"]):
         raise ValueError(
             f"step {done}: loss {loss}, gradient norm {values['train/grad_norm']}: not finite; "
@@ -384,6 +391,12 @@ def log_step(run: Run, done: int, grad_norm: torch.Tensor) -> None:
         if "train/accept_len" in values:
             accept = f"accept {values['train/accept_len']:.2f} base {values['train/base_accept_len']:.2f}"
             run.counts.bar.set_postfix_str(f"loss {loss:.3f} {accept}")
+
+
+def parts_of_a_step(times: dict[str, list[float]]) -> dict[str, float]:
+    """Mean milliseconds per step of each part of it, on this rank."""
+    steps = max(1, len(times.get("optimizer", ())))
+    return {f"perf/{name}_ms": sum(took) / steps for name, took in times.items()}
 
 
 def evaluations_due(run: Run, done: int) -> list[str]:

@@ -238,4 +238,6 @@ def assemble(
         drafted=int(blocks.valid_BN.sum()),
         covered=int(reached.sum()),
         coverable=int(follows.sum()),
+        pairs=int((positions + 1)[documents >= 0].sum()),
+        context=int(np.take_along_axis(positions, blocks.anchors_BN.numpy(), 1)[blocks.valid_BN.numpy()].sum()),
     )

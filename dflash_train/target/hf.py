@@ -128,6 +128,13 @@ class HFTarget:
         return text_config(self.model.config)._attn_implementation == "varlen"
 
     @property
+    def dense(self) -> bool:
+        """Whether every token goes through the same matrices, of the sizes that config.json names (`flops`)."""
+        return not self._kinds - {"full_attention", "sliding_attention"} and not any(
+            "expert" in name for name, _ in self.backbone.layers.named_modules()
+        )
+
+    @property
     def head_VH(self) -> torch.Tensor:
         return self._head
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"metrics", "kernels", "clock"},
     {"data", "target", "drafter", "objective"},
     {"optim", "engine", "checkpoint", "track"},
-    {"method", "folder", "dashboard"},
+    {"method", "folder", "dashboard", "flops"},
     {"build", "walk"},
     {"generation", "feed"},
     {"regenerate", "client"},
