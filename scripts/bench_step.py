@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_train import ranks
+from dflash_train import flops, ranks
 from dflash_train.build import Outline, step_over
 from dflash_train.checkpoint import TrainState
 from dflash_train.clock import Clock
@@ -210,7 +211,8 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     parts = run.clock.report()
     times = whole.report()["step"]
     per_step = lambda name: round(sum(parts[name]) / args.steps, 2)
-    blocks = run.counts.values[1] / args.steps
+    blocks, needed = run.counts.values[1] / args.steps, run.counts.values[-1] / args.steps
+    most = flops.peak(torch.cuda.get_device_name()) if cuda else None
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     metrics = run.window.report()
     last = args.warmup + args.steps
@@ -225,6 +227,8 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "ms_wall": round(1000 * walls, 2),
         **{name: per_step(name) for name in sorted(parts)},
         "blocks_per_s": round(blocks / walls, 1),
+        "tflop": round(needed / 1e12, 2),
+        "mfu": most and round(needed / walls / most, 3),
         "static_gib": round(static_bytes(run) / 2**30, 2),
         "peak_gib": round(peak / 2**30, 2),
         "above_static_gib": round((peak - static_bytes(run)) / 2**30, 2),
@@ -260,6 +264,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--label", default="")
     parser.add_argument("--json", help="file to append the JSON line to")
     parser.add_argument("--profile", help="file for the table of kernels of one step")
+    parser.add_argument(
+        "--rival", action="store_true", help="then time NeMo's step, its drafter compiled and not, and print both"
+    )
     parser.add_argument("overrides", nargs="*", help="key=value of a recipe")
     args = parser.parse_args(argv)
     mask = PRESETS[args.preset][6] - 1
@@ -277,7 +284,41 @@ def main(argv: list[str]) -> int:
     if args.json:
         with open(args.json, "a") as file:
             file.write(json.dumps(result) + "\n")
+    if args.rival:
+        shape = [
+            "--preset",
+            args.preset,
+            "--row-length",
+            args.row_length,
+            "--rows",
+            args.rows,
+            "--anchors",
+            args.anchors,
+        ]
+        shape += ["--block-size", args.block_size, "--draft-layers", args.draft_layers, "--lengths", args.lengths]
+        shape = [str(word) for word in shape if word is not None][: None if args.lengths else -1]
+        print(compared(result, [nemo(shape, args), nemo([*shape, "--compile"], args)]), flush=True)
     return 0
+
+
+def nemo(shape: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """What bench_nemo_step.py measures, in a process of its own."""
+    counts = ["--warmup", str(args.warmup), "--steps", str(args.steps), *(["--json", args.json] if args.json else [])]
+    command = [sys.executable, str(Path(__file__).with_name("bench_nemo_step.py")), *shape, *counts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line.removeprefix("JSON ") for line in done.stdout.splitlines() if line.startswith("JSON ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1])
+
+
+def compared(ours: dict[str, Any], theirs: list[dict[str, Any]]) -> str:
+    names = ("ms", "target", "draft", "backward", "optimizer", "blocks_per_s", "above_static_gib")
+    rows = [["", *names, "time of ours"]]
+    for result in (ours, *theirs):
+        share = f"{ours['ms'] / result['ms']:.2f}"
+        rows.append([result["label"] or "dflash_train", *(str(result[name]) for name in names), share])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 if __name__ == "__main__":
