@@ -199,9 +199,9 @@ class BlockConv(nn.Module):
         v = v_BQH.view(B, N, S, -1, self.group)
         out = torch.zeros_like(v)
         for o in range(self.taps):
-            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, :, side, o, :, None]
-            shifted = v if o == 0 else F.pad(v[:, :, :-o], (0, 0, 0, 0, o, 0))
-            out = out + kernel * shifted
+            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, o:, side, o, :, None]
+            # The product is moved, not v: backward needs no moved copy of v then.
+            out = out + F.pad(kernel * v[:, :, : S - o], (0, 0, 0, 0, o, 0))
         return out.view_as(v_BQH)
 
 
