@@ -189,7 +189,11 @@ def build_step(o: Outline, device: torch.device) -> DraftStep:
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
     drafter.to(device)
-    fuse = device.type == "cuda" if engine.compile is None else engine.compile
+    if engine.compile and not flex:
+        raise ValueError(
+            "engine.compile = true: only flex attention is compiled with its layers; leave it null or false"
+        )
+    fuse = flex if engine.compile is None else engine.compile
     dtype = resolve_dtype(engine.precision, device)
     return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
 
