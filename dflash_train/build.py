@@ -194,7 +194,11 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
     drafter.to(device)
-    fuse = device.type == "cuda" if engine.compile is None else engine.compile
+    if engine.compile and not flex:
+        raise ValueError(
+            "engine.compile = true: only flex attention is compiled with its layers; leave it null or false"
+        )
+    fuse = flex if engine.compile is None else engine.compile
     if fuse:
         target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length)
     dtype = resolve_dtype(engine.precision, device)

@@ -157,13 +157,19 @@ def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int, sweep
     roof = 1000 * 4 * pairs * heads * dim / FLOPS
     variants: dict[str, dict] = {"": {}}
     if sweep:
-        for m1, n1, m2, n2, stages, warps in (
-            (64, 128, 128, 64, 2, 8), (64, 64, 64, 64, 3, 4), (64, 64, 64, 64, 2, 4), (32, 128, 128, 32, 3, 8), (64, 128, 128, 64, 3, 4), (128, 128, 128, 128, 1, 8),
-        ):  # fmt: skip
-            sizes = {"BLOCK_M1": m1, "BLOCK_N1": n1, "BLOCK_M2": m2, "BLOCK_N2": n2}
-            options = {**sizes, "num_stages": stages, "num_warps": warps}
-            variants[f"{m1} {n1} {m2} {n2} stages {stages} warps {warps}"] = {f"bwd_{a}": b for a, b in options.items()}
         variants["trusted rows"] = {"ROWS_GUARANTEED_SAFE": True}
+        # forward: BLOCK_M, BLOCK_N, stages, warps; backward: BLOCK_M1, N1, M2, N2, stages, warps. Neither depends on the other.
+        for ahead, back in (
+            ((128, 128, 2, 8), (64, 128, 128, 64, 2, 8)), ((128, 128, 3, 8), (64, 64, 64, 64, 3, 4)), ((128, 64, 3, 4), (64, 64, 64, 64, 2, 4)),
+            ((64, 64, 3, 4), (32, 128, 128, 32, 3, 8)), ((128, 64, 4, 8), (64, 128, 128, 64, 4, 8)), ((64, 128, 3, 4), (32, 64, 64, 32, 3, 4)),
+            ((128, 32, 4, 4), (128, 128, 128, 128, 2, 8)),
+        ):  # fmt: skip
+            names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
+            options = {f"fwd_{a}": b for a, b in zip(names, ahead, strict=True)}
+            names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
+            options |= {f"bwd_{a}": b for a, b in zip(names, back, strict=True)}
+            variants[f"{ahead} {back}"] = options
+        variants["TMA"] = {"fwd_USE_TMA": True, "bwd_USE_TMA": True}
     for mask_name, mask in masks.items():
         for name, options in variants.items():
             if name and mask_name != "by intervals":

@@ -115,12 +115,32 @@ def attention_for(mask):
     return dense_attention if isinstance(mask, BlockMask) else flex_attention
 
 
+class _Project(torch.autograd.Function):
+    """x @ joined.T in x's dtype, where `joined` are fp32 weights below each other. Their gradients leave the matrix product in fp32: not
+    rounded on the way, and not copied."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        joined = torch.cat([weight.to(x.dtype) for weight in weights])
+        ctx.save_for_backward(x, joined)
+        ctx.rows = [len(weight) for weight in weights]
+        return F.linear(x, joined)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, joined = ctx.saved_tensors
+        flat_d, flat_x = d.flatten(0, -2), x.flatten(0, -2)
+        wide = {"out_dtype": torch.float32} if d.is_cuda and d.dtype is torch.bfloat16 else {}
+        gradient = torch.mm(flat_d.T, flat_x, **wide).float()
+        return d @ joined, *gradient.split(ctx.rows)
+
+
 def project(x: torch.Tensor, *linears: nn.Linear) -> Sequence[torch.Tensor]:
-    """x through several projections: one matrix product where the layer is compiled, which joins the weights as it casts them."""
-    if not torch.compiler.is_compiling():
+    """x through several projections, which where the layer is compiled for training are one matrix product."""
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return [linear(x) for linear in linears]
-    joined = F.linear(x, torch.cat([linear.weight.to(x.dtype) for linear in linears]))
-    return joined.split([linear.out_features for linear in linears], -1)
+    out = _Project.apply(x, *[linear.weight for linear in linears])
+    return out.split([linear.out_features for linear in linears], -1)
 
 
 class BlockAttention(nn.Module):
@@ -152,7 +172,7 @@ class BlockAttention(nn.Module):
         q, k, v = project(x_BQH, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = self._rotated(q, self.q_norm, by), self._rotated(k, self.k_norm, by), self._heads(v).transpose(1, 2)
         out = attention_for(mask)(q, context_kv, (k, v), mask)
-        return self.o_proj(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1))
+        return project(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1), self.o_proj)[0]
 
 
 class BlockConv(nn.Module):
@@ -172,16 +192,16 @@ class BlockConv(nn.Module):
     def dynamic(self, x_BQH: torch.Tensor, slots: int) -> torch.Tensor:
         """Taps (B, N, S, 2, taps, groups) from the sublayer's input."""
         B, Q, _ = x_BQH.shape
-        return self.kernel_projection(x_BQH).view(B, Q // slots, slots, 2, self.taps, -1)
+        return project(x_BQH, self.kernel_projection)[0].view(B, Q // slots, slots, 2, self.taps, -1)
 
     def forward(self, v_BQH: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
         B, N, S = dynamic.shape[:3]
         v = v_BQH.view(B, N, S, -1, self.group)
         out = torch.zeros_like(v)
         for o in range(self.taps):
-            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, :, side, o, :, None]
-            shifted = v if o == 0 else F.pad(v[:, :, :-o], (0, 0, 0, 0, o, 0))
-            out = out + kernel * shifted
+            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, o:, side, o, :, None]
+            # The product is moved, not v: backward needs no moved copy of v then.
+            out = out + F.pad(kernel * v[:, :, : S - o], (0, 0, 0, 0, o, 0))
         return out.view_as(v_BQH)
 
 
@@ -196,7 +216,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return project(F.silu(gate) * up, self.down_proj)[0]
 
 
 class DraftLayer(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dflash_train.drafter.layers import DraftLayer, RMSNorm, Rotation, compiled, rotation
+from dflash_train.drafter.layers import DraftLayer, RMSNorm, Rotation, compiled, project, rotation
 from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
@@ -26,7 +26,7 @@ class Drafter(nn.Module):
 
     def context(self, features_BTF: torch.Tensor) -> torch.Tensor:
         """Captured features -> the context rows (B, T, H) that every layer's keys and values are made of."""
-        return self.hidden_norm(self.fc(features_BTF))
+        return self.hidden_norm(project(features_BTF, self.fc)[0])
 
     def context_kv(
         self, features_BTF: torch.Tensor, positions_BT: torch.Tensor

@@ -46,8 +46,8 @@ class _GatherDot(torch.autograd.Function):
         d_MC = d_MC.float().contiguous()
         d_x = d_table = None
         if ctx.needs_input_grad[0]:
-            d_x, width = torch.empty_like(x_MH), min(256, _power(H))
-            sum_rows[(M, -(-H // width))](table_VH, index_MC, d_MC, d_x, C, H, COLUMNS=_power(C), WIDTH=width)
+            d_x, width = torch.empty_like(x_MH), min(1024, _power(H))
+            sum_rows[(M, -(-H // width))](table_VH, index_MC, d_MC, d_x, H, C=C, WIDTH=width)
         if ctx.needs_input_grad[1]:
             d_table = _add_rows(table_VH, index_MC, d_MC, x_MH)
         return d_x, d_table, None
@@ -74,7 +74,7 @@ def _add_rows(table_VH: torch.Tensor, index_MC: torch.Tensor, weight_MC: torch.T
     ordered, order = index_MC.flatten().sort(stable=True)
     H, width = x_MH.shape[1], min(256, _power(x_MH.shape[1]))
     add_rows[(len(order), -(-H // width))](
-        ordered, order, weight_MC, x_MH, out_VH, len(order), index_MC.shape[1], H, ROWS=16, WIDTH=width
+        ordered, order, weight_MC, x_MH, out_VH, len(order), index_MC.shape[1], H, ROWS=32, WIDTH=width, num_warps=8
     )
     return out_VH
 

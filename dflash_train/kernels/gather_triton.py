@@ -22,15 +22,16 @@ def dot_rows(x, table, index, out, C, H, COLUMNS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def sum_rows(table, index, weight, out, C, H, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+def sum_rows(table, index, weight, out, H, C: tl.constexpr, WIDTH: tl.constexpr):
     """out[m] = sum over c of weight[m, c] table[index[m, c]]; one program per m and WIDTH columns."""
     m = tl.program_id(0).to(tl.int64)
-    c, at = tl.arange(0, COLUMNS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    row = tl.load(index + m * C + c, mask=c < C, other=0)
-    by = tl.load(weight + m * C + c, mask=c < C, other=0.0)
-    there = (at < H)[None, :] & (c < C)[:, None]
-    picked = tl.load(table + row[:, None] * H + at[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(out + m * H + at, tl.sum(picked * by[:, None], 0).to(out.dtype.element_ty), mask=at < H)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    for c in tl.static_range(C):  # unrolled, so that all rows are on their way together
+        row = tl.load(index + m * C + c)
+        picked = tl.load(table + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+        total += picked * tl.load(weight + m * C + c)
+    tl.store(out + m * H + at, total.to(out.dtype.element_ty), mask=at < H)
 
 
 @triton.jit
