@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,7 @@ class RowStream:
         self.steps_per_epoch = math.ceil(self.rows_per_epoch / config.global_batch_size)
         self.tokens_per_epoch = int(self.lengths @ self.passes(0))
         self._first_steps = [0, self.steps_per_epoch]
+        self._lock = threading.Lock()
 
     @property
     def padding(self) -> float:
@@ -118,9 +120,10 @@ class RowStream:
         """The step with which an epoch begins."""
         if self.same_every_epoch:
             return epoch * self.steps_per_epoch
-        while len(self._first_steps) <= epoch:
-            rows = len(self._pack_epoch(len(self._first_steps) - 1))
-            self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.config.global_batch_size))
+        with self._lock:  # rows are assembled in a thread while the log asks for the epoch
+            while len(self._first_steps) <= epoch:
+                rows = len(self._pack_epoch(len(self._first_steps) - 1))
+                self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.config.global_batch_size))
         return self._first_steps[epoch]
 
     def steps_of(self, num_epochs: float) -> int:

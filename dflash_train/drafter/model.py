@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
@@ -96,6 +98,7 @@ def initialise(drafter: Drafter, seed: int) -> None:
     Matrices ~ N(0, 0.02); norms one; the convolution the identity (tap 0 = 1, the rest and the dynamic part 0); the successor
     codebook zero, so that step 0 is plain DFlash.
     """
+    drawn = []
     for name, p in drafter.named_parameters():
         if name.endswith("norm.weight"):
             p.fill_(1.0)
@@ -105,8 +108,16 @@ def initialise(drafter: Drafter, seed: int) -> None:
         elif name.endswith(("kernel_projection.weight", "successor_codebook")):
             p.zero_()
         else:
-            generator = torch.Generator().manual_seed(_stable_seed(seed, name))
+            drawn.append((name, p))
+
+    def draw(named: tuple[str, nn.Parameter]) -> None:
+        name, p = named
+        generator = torch.Generator().manual_seed(_stable_seed(seed, name))
+        with torch.no_grad():  # which every thread has to say for itself
             p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(draw, drawn))
 
 
 def _stable_seed(seed: int, name: str) -> int:

@@ -14,8 +14,8 @@ LARGEST = torch.finfo(EIGHT_BITS).max
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / scale in 8 bits, scale (..., 1) in fp32), the scale of a row being its largest magnitude / 448."""
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (wide / scale).to(EIGHT_BITS), scale
+    most = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    return (wide * (LARGEST / most)).to(EIGHT_BITS), most / LARGEST
 
 
 class Float8Linear(nn.Module):
