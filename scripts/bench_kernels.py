@@ -18,6 +18,7 @@ from dflash_train.drafter.mask import flex_mask
 from dflash_train.kernels.gather import gather_dot, gather_dot_reference, take_rows
 from dflash_train.kernels.head import score_rows_kernel, score_rows_reference
 from dflash_train.objective import loss
+from dflash_train.optim import AdamW
 from dflash_train.types import DraftBlocks
 
 # hidden, query heads, key/value heads, head dim, vocabulary
@@ -122,6 +123,21 @@ def products(M: int, hidden: int, vocab: int, rank: int) -> None:
     line("predecessor rows, both ways", slow, fast, 1000 * book.numel() * 4 / BYTES_PER_S, None)
 
 
+def optimizer(hidden: int, vocab: int) -> None:
+    """Three layers' worth of matrices and a codebook."""
+    shapes = [(hidden, 4 * hidden)] * 9 + [(vocab, 256)]
+    parameters = [torch.randn(shape, device=DEVICE) * 0.02 for shape in shapes]
+    for p in parameters:
+        p.requires_grad_().grad = torch.randn_like(p)
+    size = sum(p.numel() for p in parameters)
+    times = []
+    for kind in (torch.optim.AdamW, AdamW):
+        optimizer = kind(parameters, lr=1e-4, fused=True)
+        times.append(timed(optimizer.step, 10))
+        del optimizer
+    line(f"AdamW, {size / 1e6:.0f} M numbers", *times, 1000 * 28 * size / BYTES_PER_S, None)
+
+
 def some_blocks(T: int, N: int, S: int) -> tuple[DraftBlocks, torch.Tensor]:
     anchors = torch.randperm(T * 3 // 4, device=DEVICE)[:N].sort().values[None] + T // 4 - 1
     blocks = DraftBlocks(
@@ -195,7 +211,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--only", nargs="*", default=["rows", "head", "products", "attention"])
+    parser.add_argument("--only", nargs="*", default=["rows", "head", "products", "adamw", "attention"])
     parser.add_argument("--sweep", action="store_true", help="also other tile sizes of the attention's backward")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -209,6 +225,8 @@ def main() -> None:
         whole_head(M, hidden, vocab)
     if "products" in args.only:
         products(M, hidden, vocab, 256)
+    if "adamw" in args.only:
+        optimizer(hidden, vocab)
     if "attention" in args.only:
         attention(args.context, args.anchors, args.block_size, heads, kv_heads, dim, args.sweep)
 

@@ -8,8 +8,10 @@ import os
 import pytest
 import torch
 
+from dflash_train.kernels.adamw import update, update_reference
 from dflash_train.kernels.gather import gather_dot, gather_dot_reference, take_rows
 from dflash_train.kernels.head import score_rows_kernel, score_rows_reference, transform_logits
+from dflash_train.optim import AdamW
 
 CUDA = torch.cuda.is_available()
 REHEARSED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -99,3 +101,40 @@ def test_the_gradient_of_a_table_is_the_same_twice():
         gather_dot(randn(200, 64, seed=1), table, index).square().sum().backward()
         gradients.append(table.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1024,), (70, 33)])
+@pytest.mark.parametrize("decay", [1.0, 0.999])
+def test_the_adamw_kernel_updates_as_its_reference(shape, decay):
+    scalar = lambda x: torch.tensor(x, device=DEVICE)  # noqa: E731
+    numbers = {"rate": scalar(2e-3), "root": scalar(0.3), "divisor": scalar(1.7), "decay": scalar(decay)}
+    both = []
+    for function in (update_reference, update):
+        tensors = [randn(*shape, seed=i) for i in range(4)]
+        tensors[3].abs_()
+        function(*tensors, beta1=0.9, beta2=0.95, eps=1e-8, **numbers)
+        both.append(tensors)
+    for ours, theirs in zip(both[1], both[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@only_cuda
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_optimizer_on_cuda_is_torchs(weight_decay):
+    ours, theirs = ([randn(300, 50).requires_grad_(), randn(7, seed=1).requires_grad_()] for _ in range(2))
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay, "fused": True}
+    mine, torchs = AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    for step in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = randn(*p.shape, seed=10 + step)
+            q.grad = p.grad / 2
+        mine.grad_scale = torch.tensor(2.0, device=DEVICE)
+        mine.step()
+        torchs.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for name, value in torchs.state[q].items():
+            torch.testing.assert_close(mine.state[p][name], value, rtol=1e-5, atol=1e-7)
+    again = AdamW([p.detach().clone().requires_grad_() for p in ours], **options)
+    again.load_state_dict(mine.state_dict())
+    assert float(again.state[again.param_groups[0]["params"][0]]["step"]) == 5
