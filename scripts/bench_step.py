@@ -283,7 +283,9 @@ def one(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--label", default="")
     parser.add_argument("--json", help="file to append the JSON line to")
-    parser.add_argument("--profile", help="file for the table of kernels of one step")
+    parser.add_argument(
+        "--profile", help="file for the table of kernels of one step; slows what follows in the same process"
+    )
     parser.add_argument(
         "--rival", action="store_true", help="then time NeMo's step, its drafter compiled and not, and print both"
     )
