@@ -28,8 +28,8 @@ from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import DrafterSpec, from_hf_config
 from dflash_train.folder import load_drafter_folder, normalised, read_config, read_headers, read_record, tensor_faults
 from dflash_train.generation.single import speculative_decode
+from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
-from dflash_train.objective.loss import transform_logits
 from dflash_train.target.cache import make_cache
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import Prompt
