@@ -101,10 +101,12 @@ def initialise(drafter: Drafter, seed: int) -> None:
         else:
             drawn.append((name, p))
 
+    inference = torch.is_inference_mode_enabled()
+
     def draw(named: tuple[str, nn.Parameter]) -> None:
         name, p = named
         generator = torch.Generator().manual_seed(_stable_seed(seed, name))
-        with torch.no_grad():  # which every thread has to say for itself
+        with torch.inference_mode(inference), torch.no_grad():  # which every thread has to say for itself
             p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
 
     with ThreadPoolExecutor() as threads:
