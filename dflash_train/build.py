@@ -15,7 +15,7 @@ import torch
 from dflash_train import assets, ranks
 from dflash_train.checkpoint import checkpoints, identity_of, load_weights, read_state
 from dflash_train.config.load import load_recipe, require
-from dflash_train.config.schema import Attention, Recipe
+from dflash_train.config.schema import Attention, EngineConfig, Precision, Recipe
 from dflash_train.data.certificate import Certificate, certify, check_certificate
 from dflash_train.data.chat import load_tokenizer, mask_strategy, prompt_ids, serving_template, template_hash
 from dflash_train.data.corpus import Corpus, fingerprint_of
@@ -29,8 +29,9 @@ from dflash_train.data.template import TEMPLATE_ERRORS, tokenizer_hash
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import hash_weights, load_drafter_folder, public_name, read_record, tensor_faults
+from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
-from dflash_train.objective.loss import decay, default_gamma, transform_logits
+from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.released.start import Start, derive
 from dflash_train.target import hf
 from dflash_train.target.hf import HFTarget, resolve_dtype
@@ -210,8 +211,14 @@ def certify_rows(o: Outline, stream: RowStream) -> Certificate:
 
 def build_step(o: Outline, device: torch.device) -> DraftStep:
     """Target, drafter with its first weights, and objective on a device; the target's head is checked against its own logits."""
+    attention_and_compile(o.recipe.engine, device)  # before the target, which takes long
+    target = HFTarget.load(o.recipe.target, o.target_path, o.spec.target_layer_ids, device)
+    return step_over(o, target, device)
+
+
+def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
+    """`build_step` with a target that is there."""
     spec, engine = o.spec, o.recipe.engine
-    target = HFTarget.load(o.recipe.target, o.target_path, spec.target_layer_ids, device)
     target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     drafter = Drafter(spec)
     if o.start:
@@ -221,14 +228,24 @@ def build_step(o: Outline, device: torch.device) -> DraftStep:
         say(f"starting from {o.start.released.name} ({o.start.released.format}, weights {o.start_hash})")
     else:
         initialise(drafter, o.recipe.train.seed)
+    drafter.to(device)
+    flex, fuse = attention_and_compile(engine, device)
+    if fuse:
+        target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length)
+    dtype = resolve_dtype(engine.precision, device)
+    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
+
+
+def attention_and_compile(engine: EngineConfig, device: torch.device) -> tuple[bool, bool]:
+    """(flex attention, compiled layers) on a device. Raises ValueError for what cannot be had there."""
     flex = engine.attention is Attention.flex or (engine.attention is Attention.auto and device.type == "cuda")
     if flex and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
-    drafter.to(device)
-    if engine.compile:
-        for layer in drafter.layers:
-            layer.compile()
-    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=resolve_dtype(engine.precision, device))
+    if engine.compile and not flex:
+        raise ValueError(
+            "engine.compile = true: layers are compiled with flex attention, which needs CUDA and engine.attention=auto; leave it null or false"
+        )
+    return flex, flex if engine.compile is None else engine.compile
 
 
 def describe(o: Outline) -> str:
@@ -278,10 +295,8 @@ def run_settings(
     knobs = {f"optimizer.{name}": value for name, value in vars(recipe.optimizer).items()}
     objective = {name: value for name, value in vars(recipe.objective).items() if name != "chunk_rows"}
     knobs |= {f"objective.{name}": value for name, value in (objective | {"loss_decay_gamma": o.gamma}).items()}
-    knobs |= {
-        f"{part}.precision": str(resolve_dtype(getattr(recipe, part).precision, device))
-        for part in ("target", "engine")
-    }
+    for part, given in (("target", recipe.target.precision), ("engine", recipe.engine.precision)):
+        knobs[f"{part}.precision"] = "fp8" if given is Precision.fp8 else str(resolve_dtype(given, device))
     asked = hashlib.sha256(json.dumps([[p.id, p.domain, p.token_ids] for p in prompts]).encode()).hexdigest()[:16]
     known = {
         "target": o.info.path,

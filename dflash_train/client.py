@@ -36,8 +36,8 @@ from dflash_train.folder import (
     tensor_faults,
 )
 from dflash_train.generation.single import speculative_decode
+from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
-from dflash_train.objective.loss import transform_logits
 from dflash_train.target.cache import make_cache
 from dflash_train.target.hf import HFTarget
 from dflash_train.types import Prompt

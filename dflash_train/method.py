@@ -23,10 +23,19 @@ class DraftStep(nn.Module):
     total_weight: the step's supervised decay weight over all ranks and micro-batches, known before the first forward.
     """
 
-    def __init__(self, drafter: Drafter, target: Target, objective: ObjectiveConfig, *, flex: bool, dtype: torch.dtype):
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        objective: ObjectiveConfig,
+        *,
+        flex: bool,
+        dtype: torch.dtype,
+        fuse: bool = False,
+    ):
         super().__init__()
         self.drafter = drafter
-        self.objective, self.flex, self.dtype = objective, flex, dtype
+        self.objective, self.flex, self.dtype, self.fuse = objective, flex, dtype, fuse
         object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
 
     def autocast(self) -> torch.autocast:
@@ -42,16 +51,18 @@ class DraftStep(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
         spec, blocks = self.drafter.spec, batch.blocks
+        flex = self.flex if flex is None else flex
         hidden_BQH = self.drafter(
             features.features_BTF.to(self.dtype),
             batch.position_ids_BT,
             self.embed(block_token_ids(blocks, spec.mask_token_id)),
             block_positions(blocks, batch.position_ids_BT, spec.block_size),
-            self.drafter.masks(blocks, batch.document_ids_BT, flex=self.flex if flex is None else flex),
+            self.drafter.masks(blocks, batch.document_ids_BT, flex=flex),
+            fuse=flex and self.fuse,
         )
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]
-        hidden_MH = hidden_BQH.flatten(0, 1)[scored]
+        hidden_MH = hidden_BQH.flatten(0, 1).index_select(0, scored)
         head = {"multiplier": spec.output_multiplier, "softcap": spec.final_logit_softcapping}
         base = linear_cross_entropy(
             hidden_MH, self.target.head_VH, labels_M, top_k=spec.selector_top_k, chunk=self.objective.chunk_rows, **head
@@ -85,7 +96,7 @@ class DraftStep(nn.Module):
         with torch.device("meta"):
             drafter = Drafter(self.drafter.spec)
         drafter.to_empty(device=self.target.device)
-        return DraftStep(drafter, self.target, self.objective, flex=self.flex, dtype=self.dtype)
+        return DraftStep(drafter, self.target, self.objective, flex=self.flex, dtype=self.dtype, fuse=self.fuse)
 
     def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
         with self.autocast():  # here and not around an engine: DeepSpeed switches off what it finds
@@ -107,24 +118,24 @@ class DraftStep(nn.Module):
     def _sums(
         self, batch: PackedBatch, s: dict[str, torch.Tensor], base_sum, selector_sum, selector_weight
     ) -> dict[str, torch.Tensor]:
+        """Sums and counts, made by a few operations on all of them: a step has dozens, each of a few bytes."""
         blocks = batch.blocks
-        slots = torch.tensor(len(s["labels_M"]), device=base_sum.device)
-        per_slot = blocks.supervised_BNS.flatten(0, 1).sum(0)
-        evaluated = blocks.supervised_BNS.any(-1).sum()
-        pair = lambda total, count: torch.stack([total.double(), count.double()])
-        sums = {
-            "base_loss": pair(base_sum, s["weights_M"].sum()),
-            "selector_loss": pair(selector_sum, selector_weight),
-            "candidate_recall": pair(s["covered_M"].sum(), slots),
-        }
-        for prefix, hit_M in (("", s["hit_M"]), ("base_", s["base_hit_M"])):
-            correct_BNS = scatter_slots(hit_M, blocks)
-            accepted = leading_hits(correct_BNS, blocks.supervised_BNS).sum()
-            sums[f"{prefix}accuracy"] = pair(hit_M.sum(), slots)
-            sums[f"{prefix}accept_len"] = pair(accepted + evaluated, evaluated)
-            hits = correct_BNS.flatten(0, 1).sum(0)
-            sums |= {slot_metric(f"{prefix}accuracy", k): pair(hits[k], per_slot[k]) for k in range(1, len(hits))}
-        return sums
+        supervised_RS = blocks.supervised_BNS.flatten(0, 1)
+        correct_2RS = torch.stack([scatter_slots(s[name], blocks) for name in ("hit_M", "base_hit_M")]).flatten(1, 2)
+        accepted_2R = leading_hits(correct_2RS, supervised_RS)
+        hits_2S = correct_2RS.sum(1)
+        slots_S = supervised_RS.sum(0)
+        covered, slots, blocks_drafted = s["covered_M"].sum(), slots_S.sum(), supervised_RS.any(-1).sum()
+        weights = torch.stack([base_sum, s["weights_M"].sum(), selector_sum, selector_weight]).double()
+        names, table = ["base_loss", "selector_loss", "candidate_recall"], [weights.view(2, 2)]
+        table.append(torch.stack([covered, slots]).double()[None])
+        for prefix, accepted_R, hits_S in zip(("", "base_"), accepted_2R, hits_2S, strict=True):
+            slot_names = [slot_metric(f"{prefix}accuracy", k) for k in range(1, len(slots_S))]
+            names += [f"{prefix}accept_len", f"{prefix}accuracy", *slot_names]
+            totals = torch.cat([torch.stack([accepted_R.sum() + blocks_drafted, hits_S.sum()]), hits_S[1:]])
+            counts = torch.cat([torch.stack([blocks_drafted, slots]), slots_S[1:]])
+            table.append(torch.stack([totals, counts], 1).double())
+        return dict(zip(names, torch.cat(table).unbind(), strict=True))
 
 
 def scatter_slots(value_M: torch.Tensor, blocks) -> torch.Tensor:

@@ -54,6 +54,7 @@ from dflash_train.checkpoint import (
     tidy,
 )
 from dflash_train.client import GapReport, gap_alarm, require_client
+from dflash_train.clock import Clock
 from dflash_train.config.load import CheckFailed, load_recipe, parse_command, require, run_command, to_yaml
 from dflash_train.config.schema import ClientCheck, Recipe
 from dflash_train.config.values import nearest
@@ -65,6 +66,8 @@ from dflash_train.engine.base import Engine
 from dflash_train.engine.build import build_engine
 from dflash_train.export import check_output, export_run, find_licences, record_licences, rewrite_card
 from dflash_train.faults import forget_skips, memory_explained, note_skips, one_voice, stopped_message
+from dflash_train.feed import Feed
+from dflash_train.flops import batch_flops, peak
 from dflash_train.heldout import Values, decoded_values, first_of_each_domain, names, teacher_forced_values
 from dflash_train.method import DraftStep
 from dflash_train.metrics import MetricWindow
@@ -72,7 +75,6 @@ from dflash_train.optim import lr_at
 from dflash_train.target.base import check_features
 from dflash_train.track import Tracker
 from dflash_train.types import PackedBatch, Prompt, Saved, TokenizedExample
-from dflash_train.walk import move
 
 
 @dataclass(kw_only=True)
@@ -94,6 +96,8 @@ class Run:
     writer: Writer | None
     window: MetricWindow
     counts: Counts
+    clock: Clock
+    feed: Feed
 
     @property
     def out_of_patience(self) -> bool:
@@ -150,20 +154,21 @@ def close_step(run: Run, done: int, evaluations: list[str]) -> None:
 
 def train_step(run: Run, step: int) -> None:
     """One optimizer step over this rank's micro-batches."""
-    batches = list(run.stream.micro_batches(step, ranks.rank(), ranks.world_size()))
-    supervised = torch.tensor(sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
+    batches = run.feed.batches(step)
+    supervised = torch.full((), sum(b.weight for b in batches), dtype=torch.float32, device=run.device)
     total_weight = ranks.sum_over_ranks(supervised).clamp_min(1e-6)
-    for i, batch in enumerate(batches):
-        run.counts.add(batch)
-        batch = move(batch, run.device)
-        features = run.module.target.read(batch)
+    for i, (batch, features) in enumerate(run.feed.step(step)):
+        run.counts.add(batch, batch_flops(batch, run.outline.spec, run.outline.info))
         if run.counts.micro_batches == 1:
             check_features(features, batch, run.outline.spec.target_layer_ids, run.outline.spec.hidden_size)
         with run.engine.accumulate(last=i == len(batches) - 1):
-            report = run.engine.forward(batch, features, total_weight)
-            run.engine.backward(report.loss)
+            with run.clock("draft"):
+                report = run.engine.forward(batch, features, total_weight)
+            with run.clock("backward"):
+                run.engine.backward(report.loss)
         run.window.add(report.sums)
-    run.window.end_step(run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer)))
+    with run.clock("optimizer"):
+        run.window.end_step(run.engine.update(lr_at(step, run.total_steps, run.recipe.optimizer)))
 
 
 def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
@@ -264,6 +269,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
         tracker = Tracker(recipe, resumed_at=state.step, again=state.pending)
     state.best = ranks.broadcast_object(state.best)
     module.train()
+    clock = Clock(device)
     run = Run(
         recipe=recipe,
         folder=folder,
@@ -280,6 +286,10 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
         writer=writer,
         window=MetricWindow(),
         counts=Counts(),
+        clock=clock,
+        feed=held.enter_context(
+            Feed(stream, module.target, device, clock, end=total, read_ahead=recipe.engine.read_ahead)
+        ),
     )
     reopen_window(run)
     return run
@@ -396,7 +406,7 @@ def reopen_window(run: Run) -> None:
         share = windows if ranks.is_rank0() else []
         mine = {
             "sums": {n: [sum(w["sums"].get(n, (0.0, 0.0))[i] for w in share) for i in (0, 1)] for n in names},
-            "counts": [sum(column) for column in zip(*(w["counts"] for w in share), strict=True)] or [0] * 6,
+            "counts": [sum(column) for column in zip(*(w["counts"] for w in share), strict=True)] or run.counts.values,
             "seconds": windows[0]["seconds"],
             "skipped": windows[0]["skipped"],
         }
@@ -475,11 +485,11 @@ class Counts:
         return self.values[-1]
 
     def restart(self) -> None:
-        self.values, self.skipped = [0, 0, 0, 0, 0, 0], 0
+        self.values, self.skipped = [0, 0, 0, 0, 0, 0, 0], 0
         self.since = time.perf_counter()
 
-    def add(self, batch: PackedBatch) -> None:
-        one = (batch.tokens, batch.drafted, batch.covered, batch.coverable, int(batch.weight == 0), 1)
+    def add(self, batch: PackedBatch, flops: int) -> None:
+        one = (batch.tokens, batch.drafted, batch.covered, batch.coverable, int(batch.weight == 0), 1, flops)
         self.values = [a + b for a, b in zip(self.values, one, strict=True)]
         self.micro_batches += 1
 
@@ -496,7 +506,7 @@ def log_step(run: Run, done: int) -> None:
     loss = means.get("base_loss", math.nan)
     loss += run.recipe.objective.selector_loss_weight * means.get("selector_loss", 0.0)
     counted = torch.tensor(run.counts.values, dtype=torch.float64, device=run.device)
-    tokens, blocks, covered, coverable, empty, micro_batches = ranks.sum_over_ranks(counted).tolist()
+    tokens, blocks, covered, coverable, empty, micro_batches, flops = ranks.sum_over_ranks(counted).tolist()
     seconds, skipped = time.perf_counter() - run.counts.since, run.counts.skipped
     run.counts.restart()
     values = {"train/loss": loss, **{f"train/{k}": v for k, v in means.items()}}
@@ -508,10 +518,16 @@ def log_step(run: Run, done: int) -> None:
         "perf/tokens_per_second": tokens / seconds,
         "perf/blocks_per_second": blocks / seconds,
         "perf/memory_gib": _memory_gib(run.device),
+        **parts_of_a_step(run.clock.report()),
         "data/coverage": covered / max(coverable, 1),
         "data/skipped_microbatches": empty,
         "data/microbatches": micro_batches,
     }
+    if run.module.target.dense:
+        values["perf/tflops"] = flops / seconds / 1e12
+        most = peak(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+        if most is not None:
+            values["perf/mfu"] = flops / seconds / (most * ranks.world_size())
     if run.tracker:
         # No value, rather than one that is none, where no step was taken.
         run.tracker.log(done, {name: value for name, value in values.items() if math.isfinite(value)})
@@ -540,6 +556,12 @@ def give_up(run: Run, stuck_at: int) -> NoReturn:
     if run.writer:
         run.writer.finish()
     raise CheckFailed(stopped_message(run.recipe.train.max_skipped_steps, stuck_at))
+
+
+def parts_of_a_step(times: dict[str, list[float]]) -> dict[str, float]:
+    """Mean milliseconds per step of each part of it, on this rank."""
+    steps = max(1, len(times.get("optimizer", ())))
+    return {f"perf/{name}_ms": sum(took) / steps for name, took in times.items()}
 
 
 def evaluations_due(run: Run, done: int) -> list[str]:

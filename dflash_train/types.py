@@ -88,7 +88,8 @@ class PackedBatch:
     supervised_BT. starts_D: int32, where each document (and each row's padding) begins when the rows are laid side by side, and their end;
     with `longest`, the longest of them, on the host. sample_ids: ids of the documents of each row, in order. Known on the host, before anything is computed:
     weight, the sum of blocks.weights_BNS; tokens, without padding; drafted, the blocks that are valid; covered and coverable, the supervised
-    tokens that some block predicts and those that some block could.
+    tokens that some block predicts and those that some block could; pairs, the (token, token before it or itself) of the same document;
+    context, the tokens before its anchor summed over the valid blocks (as if there were no window).
     """
 
     token_ids_BT: torch.Tensor
@@ -104,6 +105,8 @@ class PackedBatch:
     drafted: int
     covered: int
     coverable: int
+    pairs: int
+    context: int
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,6 @@ SAME = {
     "dist_env.timeout_minutes": "engine.timeout_minutes",
     "optimizer.lr": "optimizer.lr", "optimizer.weight_decay": "optimizer.weight_decay", "optimizer.warmup_ratio": "optimizer.warmup_ratio",
     "optimizer.min_lr_ratio": "optimizer.min_lr_ratio",
-    "compile.enabled": "engine.compile",
     "recipe_args.target_model_name_or_path": "target.path", "recipe_args.trust_remote_code": "target.trust_remote_code",
     "recipe_args.micro_batch_size": "train.micro_batch_size", "recipe_args.num_epochs": "train.num_epochs",
     "recipe_args.shuffle_seed": "train.seed", "recipe_args.draft_num_hidden_layers": "drafter.num_hidden_layers",
@@ -421,6 +420,13 @@ class _Translation:
                     "fp8.enabled", f"the drafter trains in bfloat16 over fp32 masters{low}; leave the section out"
                 )
             self.note(f"fp8.{name}", "changes nothing: fp8.enabled is not true")
+        dense = self.recipe["engine"]["attention"] == "dense"
+        if "compile.enabled" not in self.given:
+            self.note("compile.enabled", "")  # ours compiles by default
+        elif self.fields["compile.enabled"] is True and dense:
+            self.note("compile.enabled", "changes nothing: layers are compiled with flex attention only")
+        else:
+            self.take("compile.enabled", {"engine.compile": self.fields["compile.enabled"]})
         if not self.fields["compile.enabled"]:
             for name in FIELDS["compile"]:
                 if name != "enabled":

@@ -29,6 +29,7 @@ class Precision(enum.Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    fp8 = "fp8"
 
 
 class Attention(enum.Enum):
@@ -122,7 +123,8 @@ class TargetConfig:
     revision: str | None = knob(None, "Hub revision (branch, tag or commit) to pin.")
     precision: Precision = knob(
         Precision.auto,
-        "Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve.",
+        """Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve. fp8: linear layers of the
+        decoder in 8 bits, one scale per row of weights and of activations, the rest in bfloat16, while training and evaluating; regeneration and servers take bfloat16.""",
     )
     attn_implementation: str = knob("sdpa", "Attention kernel of the target, as transformers names it.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the target. Off unless you read that code.")
@@ -314,7 +316,10 @@ class ObjectiveConfig:
         Denominator.supervised,
         "supervised: all supervised decay weight, exact under any split of a step. covered: only slots whose token is among the candidates (NeMo's), known after the forward, so exact in one micro-batch only.",
     )
-    chunk_rows: int = knob(1024, "Slots whose logits exist at the same time; the result does not depend on it.")
+    chunk_rows: int = knob(
+        1024,
+        "Slots whose logits exist at the same time, at most (a large vocabulary takes fewer); the result does not depend on it.",
+    )
 
 
 @dataclass(kw_only=True)
@@ -345,7 +350,14 @@ class EngineConfig:
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
     )
     attention: Attention = knob(Attention.auto, "auto: flex on CUDA, dense elsewhere.")
-    compile: bool = knob(False, "torch.compile the draft layers.")
+    compile: bool | None = knob(
+        None,
+        "torch.compile the draft layers, one by one under every engine, and the target's for rows as training has them; null: with flex attention, so on CUDA.",
+    )
+    read_ahead: bool = knob(
+        True,
+        "On CUDA the target reads the next micro-batch on a stream of its own while the drafter learns from this one.",
+    )
     timeout_minutes: float = knob(30.0, "A collective that waits longer ends the job.")
     threads: int | None = knob(None, "CPU threads per process; null: torch's choice.")
 

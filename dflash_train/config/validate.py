@@ -92,6 +92,9 @@ def validate(recipe: Recipe, where: str) -> None:
     _validate_evaluation(recipe.evaluate, need)
     _validate_choice(recipe, need)
     _validate_regeneration(recipe.regenerate, where, need)
+    rule = "fp8 is for the frozen target alone (target.precision): take auto, bfloat16, float16 or float32"
+    for name, value in [("engine.precision", recipe.engine.precision), ("export.precision", recipe.export.precision)]:
+        need(value is not Precision.fp8, name, value.value, rule)
     need(
         recipe.export.precision is not Precision.auto,
         "export.precision",

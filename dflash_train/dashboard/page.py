@@ -152,7 +152,7 @@ def _curves(view: RunView) -> str:
         return of(*names, labels=[n.removeprefix(f"{name}/") for n in names])
 
     drawn.update(n for n in view.curves if re.search(r"/slot_\d+$", n))
-    times = sorted(n for n in view.curves if re.fullmatch(r"perf/.*(seconds|time|share).*", n))
+    times = sorted(n for n in view.curves if re.fullmatch(r"perf/.*(seconds|time|share|_ms).*", n))
     groups = [
         (
             "Acceptance",
@@ -191,6 +191,7 @@ def _curves(view: RunView) -> str:
                 line_chart("Blocks per second", of("perf/blocks_per_second"), zero=True),
                 line_chart("Memory, GiB at most", of("perf/memory_gib"), zero=True),
                 line_chart("Where the time goes", of(*times), zero=True),
+                line_chart("Share of the GPU's arithmetic", of("perf/mfu"), form=percent, zero=True),
             ],
         ),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,7 @@ class RowStream:
         self.steps_per_epoch = math.ceil(self.rows_per_epoch / config.global_batch_size)
         self.tokens_per_epoch = int(self.lengths @ self.passes(0))
         self._first_steps = [0, self.steps_per_epoch]
+        self._lock = threading.Lock()
 
     @property
     def padding(self) -> float:
@@ -118,9 +120,10 @@ class RowStream:
         """The step with which an epoch begins."""
         if self.same_every_epoch:
             return epoch * self.steps_per_epoch
-        while len(self._first_steps) <= epoch:
-            rows = len(self._pack_epoch(len(self._first_steps) - 1))
-            self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.config.global_batch_size))
+        with self._lock:  # rows are assembled in a thread while the log asks for the epoch
+            while len(self._first_steps) <= epoch:
+                rows = len(self._pack_epoch(len(self._first_steps) - 1))
+                self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.config.global_batch_size))
         return self._first_steps[epoch]
 
     def steps_of(self, num_epochs: float) -> int:
@@ -154,10 +157,12 @@ class RowStream:
     def rows_of_step(self, step: int) -> tuple[int, list[list[int]]]:
         """(epoch, rows): numbers of what is in the step's rows; fewer than global_batch_size in an epoch's last step."""
         epoch, at, _ = self._place(step)
-        if epoch != self._epoch:
-            self._epoch, self._rows = epoch, self._pack_epoch(epoch)
+        with self._lock:  # rows are assembled in a thread while those of a skipped step are named
+            if epoch != self._epoch:
+                self._epoch, self._rows = epoch, self._pack_epoch(epoch)
+            rows = self._rows
         g = self.config.global_batch_size
-        return epoch, self._rows[at * g : (at + 1) * g]
+        return epoch, rows[at * g : (at + 1) * g]
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> Iterator[PackedBatch]:
         """This rank's micro-batches of a step: equally many on every rank, whatever the data."""
@@ -265,4 +270,6 @@ def assemble(
         drafted=int(blocks.valid_BN.sum()),
         covered=int(reached.sum()),
         coverable=int(follows.sum()),
+        pairs=int((positions + 1)[documents >= 0].sum()),
+        context=int(np.take_along_axis(positions, blocks.anchors_BN.numpy(), 1)[blocks.valid_BN.numpy()].sum()),
     )

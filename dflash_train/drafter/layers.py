@@ -5,6 +5,8 @@ Parameter names are those of the published drafters, so that a state dict is an 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,19 +84,22 @@ def dense_attention(q, context_kv, block_kv, mask: BlockMask) -> torch.Tensor:
     return out.reshape(B, Hq, Q, D)
 
 
-_compiled_flex = None
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """The function through torch.compile, in static shapes."""
+    # Under DDP graphs would be cut at the borders of its buckets, of which a layer fills several; layers are graphs of their own already.
+    torch._dynamo.config.optimize_ddp = False
+    return torch.compile(function, dynamic=False)
 
 
 def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
     """The same by a compiled block-sparse kernel (CUDA)."""
-    global _compiled_flex
-    if _compiled_flex is None:
-        from torch.nn.attention.flex_attention import flex_attention as flex
+    from torch.nn.attention.flex_attention import flex_attention as flex
 
-        _compiled_flex = torch.compile(flex, dynamic=False)
+    run = flex if torch.compiler.is_compiling() else compiled(flex)
     k = torch.cat([context_kv[0], block_kv[0]], 2)
     v = torch.cat([context_kv[1], block_kv[1]], 2)
-    return _compiled_flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
@@ -124,6 +129,34 @@ def attention_for(mask):
     return dense_attention if isinstance(mask, BlockMask) else flex_attention
 
 
+class _Project(torch.autograd.Function):
+    """x @ joined.T in x's dtype, where `joined` are fp32 weights below each other. Their gradients leave the matrix product in fp32: not
+    rounded on the way, and not copied."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        joined = torch.cat([weight.to(x.dtype) for weight in weights])
+        ctx.save_for_backward(x, joined)
+        ctx.rows = [len(weight) for weight in weights]
+        return F.linear(x, joined)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, joined = ctx.saved_tensors
+        flat_d, flat_x = d.flatten(0, -2), x.flatten(0, -2)
+        wide = {"out_dtype": torch.float32} if d.is_cuda and d.dtype is torch.bfloat16 else {}
+        gradient = torch.mm(flat_d.T, flat_x, **wide).float()
+        return d @ joined, *gradient.split(ctx.rows)
+
+
+def project(x: torch.Tensor, *linears: nn.Linear) -> Sequence[torch.Tensor]:
+    """x through several projections, which where the layer is compiled for training are one matrix product."""
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+        return [linear(x) for linear in linears]
+    out = _Project.apply(x, *[linear.weight for linear in linears])
+    return out.split([linear.out_features for linear in linears], -1)
+
+
 class BlockAttention(nn.Module):
     """Queries from the block; keys and values from the target's features and from the block itself."""
 
@@ -142,17 +175,19 @@ class BlockAttention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim)
 
     def keys_values(self, x_BLH: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values, (B, Hkv, L, D) each, of context features or of block rows."""
-        k = self.k_norm(self._heads(self.k_proj(x_BLH))).transpose(1, 2)
-        v = self._heads(self.v_proj(x_BLH)).transpose(1, 2)
-        return rotate(k, by), v
+        """Rotated keys and values, (B, Hkv, L, D) each, of context features."""
+        k, v = project(x_BLH, self.k_proj, self.v_proj)
+        return self._rotated(k, self.k_norm, by), self._heads(v).transpose(1, 2)
+
+    def _rotated(self, x: torch.Tensor, norm: RMSNorm, by: Rotation) -> torch.Tensor:
+        return rotate(norm(self._heads(x)).transpose(1, 2), by)
 
     def forward(self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask) -> torch.Tensor:
         context_kv = self.keys_values(*context) if isinstance(context, ContextRows) else context
-        q = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))).transpose(1, 2), by)
-        block_kv = self.keys_values(x_BQH, by)
-        out = attention_for(mask)(q, context_kv, block_kv, mask)
-        return self.o_proj(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1))
+        q, k, v = project(x_BQH, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self._rotated(q, self.q_norm, by), self._rotated(k, self.k_norm, by), self._heads(v).transpose(1, 2)
+        out = attention_for(mask)(q, context_kv, (k, v), mask)
+        return project(out.transpose(1, 2).reshape(*x_BQH.shape[:2], -1), self.o_proj)[0]
 
 
 class BlockConv(nn.Module):
@@ -172,16 +207,16 @@ class BlockConv(nn.Module):
     def dynamic(self, x_BQH: torch.Tensor, slots: int) -> torch.Tensor:
         """Taps (B, N, S, 2, taps, groups) from the sublayer's input."""
         B, Q, _ = x_BQH.shape
-        return self.kernel_projection(x_BQH).view(B, Q // slots, slots, 2, self.taps, -1)
+        return project(x_BQH, self.kernel_projection)[0].view(B, Q // slots, slots, 2, self.taps, -1)
 
     def forward(self, v_BQH: torch.Tensor, dynamic: torch.Tensor, side: int) -> torch.Tensor:
         B, N, S = dynamic.shape[:3]
         v = v_BQH.view(B, N, S, -1, self.group)
         out = torch.zeros_like(v)
         for o in range(self.taps):
-            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, :, side, o, :, None]
-            shifted = v if o == 0 else F.pad(v[:, :, :-o], (0, 0, 0, 0, o, 0))
-            out = out + kernel * shifted
+            kernel = self.base_kernel[side, o].view(-1, self.group).to(v.dtype) + dynamic[:, :, o:, side, o, :, None]
+            # The product is moved, not v: backward needs no moved copy of v then.
+            out = out + F.pad(kernel * v[:, :, : S - o], (0, 0, 0, 0, o, 0))
         return out.view_as(v_BQH)
 
 
@@ -195,7 +230,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return project(F.silu(gate) * up, self.down_proj)[0]
 
 
 class DraftLayer(nn.Module):
@@ -210,7 +246,16 @@ class DraftLayer(nn.Module):
         self.attention_conv = BlockConv(spec) if spec.conv_kernel_size else None
         self.mlp_conv = BlockConv(spec) if spec.conv_kernel_size else None
 
-    def forward(self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask, slots: int) -> torch.Tensor:
+    def forward(
+        self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask, slots: int, *, fuse: bool = False
+    ) -> torch.Tensor:
+        """x (B, Q, H) plus what the layer adds. fuse: through torch.compile, here and not around the call, so that what an engine does before and
+        after a layer (FSDP2 gathers its weights) stays outside of the graph."""
+        through = compiled(DraftLayer.added) if fuse else DraftLayer.added
+        return through(self, x_BQH, context, by, mask, slots)
+
+    def added(self, x_BQH: torch.Tensor, context: Context, by: Rotation, mask, slots: int) -> torch.Tensor:
+        """The forward itself."""
         h = self.input_layernorm(x_BQH)
         if self.attention_conv is None:
             h = self.self_attn(h, context, by, mask)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from dflash_train.types import DraftBlocks
 
@@ -59,28 +60,58 @@ def dense_mask(
     return BlockMask(context_BQT=context_BNST.reshape(B, N * block_size, T), block_BNSS=block_BNSS)
 
 
+TILE = 128  # queries and keys that the block-sparse kernel skips, or leaves unmasked, together
+
+
 def flex_mask(blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool):
-    """The same mask as a flex-attention BlockMask over keys [context T | blocks Q]."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The same mask as a flex-attention BlockMask over keys [context T | blocks Q], whose tiles are found by arithmetic.
+
+    A document is one stretch of its row, so a query sees an interval of the context and an interval of the blocks. That says which tiles
+    it needs and which of them need no mask, without looking at single pairs. Nothing is read by the host.
+    """
+    from torch.nn.attention.flex_attention import BlockMask as TiledMask
 
     B, T = document_ids_BT.shape
     N = blocks.anchors_BN.shape[1]
-    anchors, slots_BN, valid = blocks.anchors_BN, blocks.slots_BN, blocks.valid_BN
-    anchor_documents = document_ids_BT.gather(1, anchors)
+    Q = N * block_size
+    at = torch.arange(T, device=document_ids_BT.device)
+    slots = torch.arange(block_size, device=at.device)
+    begins_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0)) * at
+    queries_BNS = blocks.anchors_BN[:, :, None] + slots
+    first_BNS = begins_BT.cummax(1).values.gather(1, blocks.anchors_BN)[:, :, None].expand_as(queries_BNS)
+    if window is not None:
+        first_BNS = torch.maximum(first_BNS, queries_BNS - window + 1)
+    last_BNS = torch.where(blocks.valid_BN, blocks.anchors_BN, 0)[:, :, None].expand_as(queries_BNS)
+    own_first_BNS = (T + block_size * torch.arange(N, device=at.device))[None, :, None].expand_as(queries_BNS)
+    seen_BNS = blocks.slots_BN[:, :, None].expand_as(queries_BNS)
+    if is_causal:
+        seen_BNS = torch.minimum(seen_BNS, slots + 1)
+    edges = (x.reshape(B, Q).int() for x in (first_BNS, last_BNS, own_first_BNS, own_first_BNS + seen_BNS))
+    first_BQ, last_BQ, own_first_BQ, own_last_BQ = edges
 
     def visible(b, h, q, k):  # scalars: batch row, head, query and key index
-        n, s = q // block_size, q % block_size
-        in_context = k < T
-        t = torch.where(in_context, k, 0)
-        context = in_context & valid[b, n] & (t < anchors[b, n]) & (document_ids_BT[b, t] == anchor_documents[b, n])
-        if window is not None:
-            context = context & (anchors[b, n] + s - t < window)
-        j = torch.where(in_context, 0, k - T)
-        block = (~in_context) & (j // block_size == n) & (j % block_size < slots_BN[b, n])
-        if is_causal:
-            block = block & (j % block_size <= s)
-        return context | block
+        context = (k >= first_BQ[b, q]) & (k < last_BQ[b, q])
+        return context | (k >= own_first_BQ[b, q]) & (k < own_last_BQ[b, q])
 
-    return create_block_mask(
-        visible, B, None, N * block_size, T + N * block_size, device=anchors.device, _compile=anchors.is_cuda
+    some, whole = (a | b for a, b in zip(_tiles(first_BQ, last_BQ, T + Q), _tiles(own_first_BQ, own_last_BQ, T + Q)))
+    return TiledMask.from_kv_blocks(
+        *_ordered(some & ~whole), *_ordered(whole), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(Q, T + Q)
     )
+
+
+def _tiles(first_BQ: torch.Tensor, last_BQ: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(some, all) of the pairs in each tile are visible: booleans (B, query tiles, key tiles); query q sees keys first <= k < last."""
+    B, Q = first_BQ.shape
+    padded = (
+        F.pad(x, (0, -Q % TILE)).view(B, -1, TILE, 1) for x in (first_BQ, last_BQ)
+    )  # a query beyond the end sees nothing
+    first, last = padded
+    begin = torch.arange(0, keys, TILE, device=first.device)
+    some = (first < last) & (first < begin + TILE) & (last > begin)
+    return some.any(2), ((first <= begin) & (last >= begin + TILE)).all(2)
+
+
+def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many key tiles each query tile needs, and which, ascending: as BlockMask wants them, with a dimension for heads."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1).int()[:, None], order.int()[:, None]

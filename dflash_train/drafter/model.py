@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
-from dflash_train.drafter.layers import Context, ContextRows, DraftLayer, RMSNorm, rotation
+from dflash_train.drafter.layers import Context, ContextRows, DraftLayer, RMSNorm, compiled, project, rotation
 from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
@@ -28,7 +29,7 @@ class Drafter(nn.Module):
 
     def context(self, features_BTF: torch.Tensor) -> torch.Tensor:
         """Captured features -> the context rows (B, T, H) that every layer's keys and values are made of."""
-        return self.hidden_norm(self.fc(features_BTF))
+        return self.hidden_norm(project(features_BTF, self.fc)[0])
 
     def context_kv(
         self, features_BTF: torch.Tensor, positions_BT: torch.Tensor
@@ -52,11 +53,20 @@ class Drafter(nn.Module):
         windows = {self.spec.window(n) for n in range(self.spec.num_hidden_layers)}
         return {w: build(blocks, document_ids_BT, self.spec.block_size, w, self.spec.is_causal) for w in windows}
 
-    def forward(self, features_BTF, positions_BT, embeddings_BQH, positions_BQ, masks: dict) -> torch.Tensor:
-        """Training forward over N blocks of block_size slots per row; Q = N * block_size."""
-        by = rotation(positions_BT, self.spec.head_dim, self.spec.rope_theta)
-        contexts = [ContextRows(self.context(features_BTF), by)] * len(self.layers)
-        return self.draft(contexts, embeddings_BQH, positions_BQ, masks, self.spec.block_size)
+    def forward(
+        self, features_BTF, positions_BT, embeddings_BQH, positions_BQ, masks: dict, *, fuse: bool = False
+    ) -> torch.Tensor:
+        """Training forward over N blocks of block_size slots per row; Q = N * block_size. fuse: through torch.compile, one graph for all
+        layers (and one for the first, which has nothing to pass a gradient to), made anew for other shapes."""
+        through = compiled if fuse else lambda function: function
+        by_context, by = (
+            rotation(positions, self.spec.head_dim, self.spec.rope_theta) for positions in (positions_BT, positions_BQ)
+        )
+        context = ContextRows(through(Drafter.context)(self, features_BTF), by_context)
+        h = embeddings_BQH
+        for n, layer in enumerate(self.layers):
+            h = layer(h, context, by, masks[self.spec.window(n)], self.spec.block_size, fuse=fuse)
+        return through(RMSNorm.forward)(self.norm, h)
 
 
 def block_token_ids(blocks: DraftBlocks, mask_token_id: int) -> torch.Tensor:
@@ -79,6 +89,7 @@ def initialise(drafter: Drafter, seed: int) -> None:
     Matrices ~ N(0, 0.02); norms one; the convolution the identity (tap 0 = 1, the rest and the dynamic part 0); the successor
     codebook zero, so that step 0 is plain DFlash.
     """
+    drawn = []
     for name, p in drafter.named_parameters():
         if name.endswith("norm.weight"):
             p.fill_(1.0)
@@ -88,8 +99,18 @@ def initialise(drafter: Drafter, seed: int) -> None:
         elif name.endswith(("kernel_projection.weight", "successor_codebook")):
             p.zero_()
         else:
-            generator = torch.Generator().manual_seed(_stable_seed(seed, name))
+            drawn.append((name, p))
+
+    inference = torch.is_inference_mode_enabled()
+
+    def draw(named: tuple[str, nn.Parameter]) -> None:
+        name, p = named
+        generator = torch.Generator().manual_seed(_stable_seed(seed, name))
+        with torch.inference_mode(inference), torch.no_grad():  # which every thread has to say for itself
             p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(draw, drawn))
 
 
 def _stable_seed(seed: int, name: str) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.kernels.gather import gather_dot, take_rows
 
 
 class CandidateSelector(nn.Module):
@@ -23,6 +24,9 @@ class CandidateSelector(nn.Module):
 
     def forward(self, hidden_MH, unary_MC, candidates_MC, predecessors_M) -> torch.Tensor:
         """Scores (M, C) in fp32 of the candidates after the given predecessors."""
+        if hidden_MH.is_cuda:
+            query = take_rows(self.predecessor_codebook, predecessors_M) * self.hidden_projection(hidden_MH)
+            return unary_MC.float() + gather_dot(query, self.successor_codebook, candidates_MC)
         query = self.predecessor_codebook[predecessors_M] * self.hidden_projection(hidden_MH)
         pair = (self.successor_codebook[candidates_MC] * query[:, None]).sum(-1)
         return unary_MC.float() + pair.float()

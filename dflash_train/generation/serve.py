@@ -207,7 +207,7 @@ def _trtllm(recipe: Recipe, path: str, port: int, host: str, tensor_parallel: in
     words += ["--max_seq_len", str(recipe.regenerate.max_length), "--tp_size", str(tensor_parallel)]
     words += _optional(recipe, revision="--revision", remote_code="--trust_remote_code", template="--chat_template")
     notes = ["it gives no token ids: rows are rendered and tokenised again"]
-    if recipe.target.precision not in (Precision.auto, Precision.bfloat16):
+    if _dtype(recipe) != "bfloat16":
         notes.append(
             f"target.precision = {recipe.target.precision.value}: put dtype into a YAML file and add --config FILE"
         )
@@ -241,7 +241,7 @@ _LINES = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp, "trtllm": _
 def _dtype(recipe: Recipe) -> str:
     """target.precision as engines spell it; a server runs on a GPU, where auto is bfloat16."""
     precision = recipe.target.precision
-    return "bfloat16" if precision is Precision.auto else precision.value
+    return "bfloat16" if precision in (Precision.auto, Precision.fp8) else precision.value
 
 
 def _optional(recipe: Recipe, *, revision: str = "", remote_code: str = "", template: str = "") -> list[str]:

@@ -14,8 +14,8 @@ from dflash_train.drafter.decode import DraftSlots
 from dflash_train.generation.base import Decoded, Request
 from dflash_train.generation.slots import Slots
 from dflash_train.generation.verify import Draft, Sampling, draws_per_round, verify
+from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
-from dflash_train.objective.loss import transform_logits
 
 
 def propose(

@@ -11,6 +11,8 @@ import math
 import torch
 from torch.nn import functional as F
 
+from dflash_train.kernels.gather import gather_dot
+from dflash_train.kernels.head import score_rows, transform_logits
 from dflash_train.types import HeadOutput
 
 _KNOTS = [(8, 4.0), (10, 5.0), (16, 7.0)]
@@ -31,11 +33,7 @@ def decay(block_size: int, gamma: float) -> list[float]:
     return [0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
 
 
-def transform_logits(logits: torch.Tensor, multiplier: float, softcap: float | None) -> torch.Tensor:
-    """Multiply first, then soft-cap, as every engine does."""
-    if multiplier != 1.0:
-        logits = logits * multiplier
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+LOGIT_BYTES = 320 * 2**20  # of logits that exist at the same time, whatever the vocabulary
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -43,23 +41,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MH, weight_VH, labels_M, top_k, multiplier, softcap, chunk):
-        M = hidden_MH.shape[0]
+        M, V = len(hidden_MH), len(weight_VH)
+        chunk = min(chunk, max(128, LOGIT_BYTES // (V * hidden_MH.element_size()) // 128 * 128))
         nll = hidden_MH.new_empty(M, dtype=torch.float32)
         candidates = labels_M.new_empty(M, top_k)
-        gradient = torch.empty_like(hidden_MH) if ctx.needs_input_grad[0] else None
+        needed = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden_MH) if needed else None
         for i in range(0, M, chunk):
             rows = slice(i, min(i + chunk, M))
-            logits = transform_logits((hidden_MH[rows] @ weight_VH.T).float(), multiplier, softcap)
-            gold = labels_M[rows, None]
-            candidates[rows] = logits.topk(top_k, -1).indices
-            log_z = logits.logsumexp(-1)
-            nll[rows] = log_z - logits.gather(1, gold)[:, 0]
-            if gradient is not None:
-                slope = multiplier if softcap is None else multiplier * (1 - (logits / softcap) ** 2)
-                d = (logits - log_z[:, None]).exp_()
-                d.scatter_add_(1, gold, torch.full_like(gold, -1, dtype=d.dtype))
-                gradient[rows] = (d * slope).to(weight_VH.dtype) @ weight_VH
-        ctx.save_for_backward(gradient if gradient is not None else nll)
+            logits = hidden_MH[rows] @ weight_VH.T
+            nll[rows], candidates[rows], d = score_rows(
+                logits, labels_M[rows], top_k, multiplier, softcap, gradient=needed
+            )
+            if needed:
+                torch.mm(d, weight_VH, out=gradient[rows])
+            del logits, d  # before the next chunk's are made
+        ctx.save_for_backward(gradient if needed else nll)
         ctx.mark_non_differentiable(candidates)
         return nll, candidates
 
@@ -89,8 +86,11 @@ def candidate_logits(
     hidden_MH, weight_VH, candidates_MC, *, multiplier: float = 1.0, softcap: float | None = None
 ) -> torch.Tensor:
     """Unary scores U_t(b) (M, C) of the candidates, differentiable in `hidden`: recomputed as gathered dot products."""
-    rows = weight_VH[candidates_MC].to(hidden_MH.dtype)
-    return transform_logits((rows @ hidden_MH[:, :, None])[..., 0].float(), multiplier, softcap)
+    if hidden_MH.is_cuda:  # no copy of the rows; rounded as the head's logits are
+        unary = gather_dot(hidden_MH, weight_VH, candidates_MC).to(hidden_MH.dtype)
+    else:
+        unary = (weight_VH[candidates_MC].to(hidden_MH.dtype) @ hidden_MH[:, :, None])[..., 0]
+    return transform_logits(unary.float(), multiplier, softcap)
 
 
 def selector_cross_entropy(scores_MC, candidates_MC, labels_M) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,5 +102,5 @@ def selector_cross_entropy(scores_MC, candidates_MC, labels_M) -> tuple[torch.Te
 
 
 def leading_hits(correct_BNS: torch.Tensor, supervised_BNS: torch.Tensor) -> torch.Tensor:
-    """Accepted drafts (B, N): leading correct slots 1..K-1 of each block, ending at the first unsupervised slot."""
-    return (correct_BNS & supervised_BNS)[:, :, 1:].long().cumprod(-1).sum(-1)
+    """Accepted drafts (B, N): leading correct slots 1..K-1 of each block, ending at the first unsupervised slot. Any leading dimensions."""
+    return (correct_BNS & supervised_BNS)[..., 1:].long().cumprod(-1).sum(-1)

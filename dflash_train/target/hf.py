@@ -13,10 +13,16 @@ from torch.nn import functional as F
 from dflash_train.config.schema import Precision, TargetConfig
 from dflash_train.config.values import trusted
 from dflash_train.target.info import read_config, read_target_info, text_config
+from dflash_train.target.linear import join_linears
 from dflash_train.target.varlen import NO_MASK_SHAPE, enable_varlen
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
 
-_DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+_DTYPES = {
+    Precision.float32: torch.float32,
+    Precision.bfloat16: torch.bfloat16,
+    Precision.float16: torch.float16,
+    Precision.fp8: torch.bfloat16,  # of everything but the weights of the decoder's linear layers
+}
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -65,11 +71,11 @@ class HFTarget:
         self.model, self.info, self.layer_ids = model, info, layer_ids
         self.device = next(model.parameters()).device
         self.backbone = text_backbone(model)
-        self.reader = _shorten(self.backbone, max(layer_ids) + 1)
+        self.reader = _shorten(self.backbone, self.backbone.layers[: max(layer_ids) + 1])
+        self._compiled: tuple[int, nn.Module] | None = None
         self._kinds = set(getattr(text_config(model.config), "layer_types", None) or [])
         self._captured: dict[int, torch.Tensor] = {}
-        for i in layer_ids:
-            self.reader.layers[i].register_forward_hook(self._keep(i))
+        self._capture(self.reader.layers)
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ValueError(f"target.path = {info.path}: its head has a bias, which no engine's drafter supports")
@@ -85,12 +91,30 @@ class HFTarget:
     def load(cls, config: TargetConfig, path: str, layer_ids: tuple[int, ...], device: torch.device) -> HFTarget:
         """Load the model of a recipe. Raises ValueError with the remedy."""
         info = read_target_info(path, config.revision, config.trust_remote_code)
-        model = load_model(config, path, device)
+        return cls.over(load_model(config, path, device), config, info, layer_ids)
+
+    @classmethod
+    def over(cls, model: nn.Module, config: TargetConfig, info: TargetInfo, layer_ids: tuple[int, ...]) -> HFTarget:
+        """A loaded model, read as the recipe says."""
+        device = next(model.parameters()).device
         if config.attn_implementation == "sdpa" and device.type == "cuda" and model.dtype != torch.float32:
             why_not = enable_varlen(model)
             if why_not is not None:
                 print(f"note: packed rows are read with a dense mask instead of flash attention: {why_not}", flush=True)
+        eight_bits = config.precision is Precision.fp8
+        if eight_bits or device.type == "cuda":
+            join_linears(text_backbone(model).layers, eight_bits=eight_bits)
         return cls(model, info, layer_ids)
+
+    def compile(self, tokens: int) -> None:
+        """Compile the decoder layers for reads of exactly so many tokens; all others run as before, so that no shape compiles anew."""
+        layers = nn.ModuleList(CompiledLayer(layer) for layer in self.reader.layers)
+        self._capture(layers)
+        self._compiled = tokens, _shorten(self.backbone, layers)
+
+    def _capture(self, layers: nn.ModuleList) -> None:
+        for i in self.layer_ids:
+            layers[i].register_forward_hook(self._keep(i))
 
     def _keep(self, layer: int):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -102,6 +126,13 @@ class HFTarget:
     def side_by_side(self) -> bool:
         """Whether sequences are read without padding (`target.varlen`), which decoding in slots needs."""
         return text_config(self.model.config)._attn_implementation == "varlen"
+
+    @property
+    def dense(self) -> bool:
+        """Whether every token goes through the same matrices, of the sizes that config.json names (`flops`)."""
+        return not self._kinds - {"full_attention", "sliding_attention"} and not any(
+            "expert" in name for name, _ in self.backbone.layers.named_modules()
+        )
 
     @property
     def head_VH(self) -> torch.Tensor:
@@ -126,15 +157,19 @@ class HFTarget:
     def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
         """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
         B, T = batch.token_ids_BT.shape
-        self.reader(
+        reader, longest = self.reader, torch.tensor(batch.longest)
+        if self._compiled is not None and self._compiled[0] == B * T:
+            reader = self._compiled[1]
+            torch._dynamo.mark_dynamic(batch.starts_D, 0)
+        reader(
             input_ids=batch.token_ids_BT.view(1, B * T),
             position_ids=batch.position_ids_BT.view(1, B * T),
             attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device),
             use_cache=False,
             cu_seq_lens_q=batch.starts_D,
             cu_seq_lens_k=batch.starts_D,
-            max_length_q=batch.longest,
-            max_length_k=batch.longest,
+            max_length_q=longest,
+            max_length_k=longest,
         )
         return TargetFeatures(self.collect().view(B, T, -1))
 
@@ -243,10 +278,30 @@ def text_backbone(model: nn.Module) -> nn.Module:
     )
 
 
-def _shorten(backbone: nn.Module, num_layers: int) -> nn.Module:
-    """A view of the backbone that ends after num_layers and applies no final norm; weights are shared."""
+def _shorten(backbone: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """A view of the backbone with these layers and without the final norm; weights are shared."""
     reader = copy.copy(backbone)
     reader._modules = dict(backbone._modules)
-    reader.layers = backbone.layers[:num_layers]
+    reader.layers = layers
     reader.norm = nn.Identity()
     return reader
+
+
+class CompiledLayer(nn.Module):
+    """A decoder layer whose forward is compiled here and left alone where else it is used. The hooks of the layer itself do not run."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+        self._forward = torch.compile(layer.forward, dynamic=False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(
+                super().__getattr__("layer"), name
+            )  # what backbones ask of their layers, such as attention_type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)

@@ -39,10 +39,7 @@ def trained(engine: tuple[str, bool], precision: str, flex: bool, compiled: bool
     dtype = getattr(torch, precision)
     target = HFTarget(toys.toy_model().to(device), toys.toy_info(), spec.target_layer_ids)
     drafter = toys.randomise(Drafter(spec), scale=0.05).to(device)
-    if compiled:
-        for layer in drafter.layers:
-            layer.compile()
-    step = DraftStep(drafter, target, ObjectiveConfig(), flex=flex, dtype=dtype)
+    step = DraftStep(drafter, target, ObjectiveConfig(), flex=flex, dtype=dtype, fuse=compiled)
     spans = [slice(4, None), slice(20, 22), slice(2, 90), slice(11, 12), slice(10, 100)]
     rows = [toys.document(128, spans[i % 5], name=f"d{i}", seed=i) for i in range(5)]
     stream = toys.stream_of(rows, num_anchors=16)

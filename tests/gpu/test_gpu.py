@@ -33,8 +33,8 @@ def documents(n: int) -> list[TokenizedExample]:
     return made
 
 
-def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
-    """Loss and named gradients of one packed micro-batch with all drafter tensors random."""
+def step_and_stream(kernel: str, dtype: torch.dtype, window: int | None) -> tuple[DraftStep, RowStream]:
+    """All drafter tensors random; packed micro-batches of two rows."""
     device = torch.device("cuda")
     spec = toys.toy_spec(block_size=8, sliding_window=window, head_dim=32)
     model = toys.toy_model().to(device, dtype)
@@ -44,7 +44,9 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
     with torch.no_grad():
         for p in drafter.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.05 + (1.0 if p.ndim == 1 else 0.0))
-    step = DraftStep(drafter.to(device), target, ObjectiveConfig(), flex=kernel == "flex", dtype=dtype)
+    step = DraftStep(
+        drafter.to(device), target, ObjectiveConfig(), flex=kernel != "dense", fuse=kernel == "compiled", dtype=dtype
+    )
     stream = RowStream(
         documents(12),
         StreamConfig(
@@ -56,24 +58,62 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
             seed=0,
         ),
     )
-    batch = move(next(stream.micro_batches(0, 0, 1)), device)
-    weight = torch.tensor(batch.weight, device=device)
-    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
-        report = step(batch, target.read(batch), weight)
+    return step, stream
+
+
+def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None):
+    """Loss and named gradients of one packed micro-batch."""
+    step, stream = step_and_stream(kernel, dtype, window)
+    batch = move(next(stream.micro_batches(0, 0, 1)), step.target.device)
+    weight = torch.tensor(batch.weight, device=step.target.device)
+    with step.autocast():
+        report = step(batch, step.target.read(batch), weight)
     report.loss.backward()
     toys.toy_model().cpu().float()
-    return float(report.loss), {n: p.grad.float().cpu() for n, p in drafter.named_parameters()}
+    return float(report.loss), {n: p.grad.float().cpu() for n, p in step.drafter.named_parameters()}
 
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 4e-2)])
-def test_the_block_sparse_kernel_equals_the_dense_one(dtype, tolerance, window):
+@pytest.mark.parametrize("kernel", ["flex", "compiled"])
+def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel, dtype, tolerance, window):
     dense, dense_gradients = loss_and_gradients("dense", dtype, window)
-    flex, flex_gradients = loss_and_gradients("flex", dtype, window)
+    flex, flex_gradients = loss_and_gradients(kernel, dtype, window)
     worst = max(float((flex_gradients[n] - g).norm() / g.norm().clamp_min(1e-8)) for n, g in dense_gradients.items())
-    print(f"window {window} {dtype}: loss {dense:.6f} {flex:.6f}, worst relative gradient difference {worst:.1e}")
+    print(
+        f"{kernel}, window {window} {dtype}: loss {dense:.6f} {flex:.6f}, worst relative gradient difference {worst:.1e}"
+    )
     assert flex == pytest.approx(dense, rel=tolerance / 4)
     assert worst < tolerance
+
+
+def test_a_step_neither_waits_for_the_device_nor_compiles_again():
+    step, stream = step_and_stream("compiled", torch.bfloat16, None)
+    batches = [move(next(stream.micro_batches(i, 0, 1)), step.target.device) for i in range(4)]
+    weights = [torch.tensor(batch.weight, device="cuda") for batch in batches]
+    features = [step.target.read(batch) for batch in batches]
+    parameters = list(step.drafter.parameters())
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def train(i: int) -> int:
+        with step.autocast():
+            step(batches[i], features[i], weights[i]).loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    train(0)
+    warm = train(1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graphs = train(2), train(3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len({len(batch.blocks.scored_M) for batch in batches}) > 1
+    assert graphs == (warm, warm)
+    toys.toy_model().cpu().float()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -145,6 +145,7 @@ def test_a_finished_run_is_only_exported_again(recipe):
         ("optimizer.lr=1e-3", "optimizer.lr: checkpoint has 0.003, recipe has 0.001"),
         ("objective.selector_loss_weight=2", "objective.selector_loss_weight: checkpoint has 1.0, recipe has 2.0"),
         ("engine.precision=bfloat16", "engine.precision: checkpoint has torch.float32, recipe has torch.bfloat16"),
+        ("target.precision=fp8", "target.precision: checkpoint has torch.float32, recipe has fp8"),
     ],
 )
 def test_a_recipe_of_another_run_is_refused_and_both_values_are_named(recipe, override, message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import toys
 
 from dflash_train import ranks
 from dflash_train.config.schema import EngineKind
+from dflash_train.drafter.model import Drafter
 from dflash_train.engine.guard import Skip
 from dflash_train.metrics import MetricWindow
 from dflash_train.types import LossReport, Saved
@@ -145,6 +146,27 @@ def test_two_ranks_are_one_process(engine, cut):
     assert_same(first.cuts[cut].end, whole.end)
     assert second.cuts[cut].end is None
     assert all(not torch.equal(w, whole.half.weights[n]) for n, w in first.cuts[cut].end.weights.items())
+
+
+def compiled_layers(kind: str) -> tuple[Saved, int]:
+    """The state after all steps with layers compiled, and the number of graphs: over dense masks and by a backend that a CPU has at once."""
+    masks = Drafter.masks
+    Drafter.masks = lambda self, blocks, ids, *, flex: masks(self, blocks, ids, flex=False)
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    step, data = toys.toy_step(), stream()
+    step.flex = step.fuse = True
+    made = toys.toy_engine(step, data.micro_batches_per_rank(ranks.world_size()), kind=EngineKind(kind))
+    for n in range(STEPS):
+        toys.train_step(made, data, n)
+    return made.gather(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_compiled_layers_train_what_plain_ones_do_and_share_their_graphs(kind):
+    saved, graphs = toys.run_ranks(compiled_layers, 2, kind, seconds=300)[0]
+    assert_same(saved, one_process(4, ()).end)
+    assert graphs == 4  # the context, the first layer, all others, the last norm
 
 
 @every_engine

@@ -8,7 +8,7 @@ import torch
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.spec import FULL, SLIDING
@@ -83,6 +83,42 @@ def test_flex_mask_is_the_rule(layout):
     built = flex_mask(blocks, documents, S, window, causal)
     B, Q, K = expected.shape
     assert torch.equal(create_mask(built.mask_mod, B, 1, Q, K, device="cpu")[:, 0], expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 8, 130, 300])
+@pytest.mark.parametrize(("T", "N", "S"), [(512, 64, 8), (300, 40, 8), (700, 21, 16), (640, 9, 7)])
+def test_the_tiles_of_the_flex_mask_are_those_found_pair_by_pair(T, N, S, window, causal):
+    random = np.random.default_rng(T + N)
+    documents = np.stack([np.searchsorted(np.sort(random.integers(1, T, n)), np.arange(T), "right") for n in (0, 3, 6)])
+    documents[2, T - T // 5 :] = -1
+    anchors = np.sort(random.integers(0, T, (3, N)), -1)
+    valid = np.arange(N) < np.array([N, N - 3, N // 2])[:, None]
+    blocks = DraftBlocks(
+        anchors_BN=torch.from_numpy(np.where(valid, anchors, 0)),
+        valid_BN=torch.from_numpy(valid),
+        slots_BN=torch.from_numpy(random.integers(1, S + 1, (3, N))),
+        labels_BNS=torch.zeros(3, N, S, dtype=torch.long),
+        weights_BNS=torch.zeros(3, N, S),
+        supervised_BNS=torch.zeros(3, N, S, dtype=torch.bool),
+        scored_M=torch.empty(0, dtype=torch.long),
+    )
+    documents = torch.from_numpy(documents)
+    dense = dense_mask(blocks, documents, S, window, causal)
+    Q = N * S
+    own = torch.zeros(3, N, S, N, S, dtype=torch.bool)
+    own[:, range(N), :, range(N)] = dense.block_BNSS.transpose(0, 1)
+    pairs = torch.cat([dense.context_BQT, own.view(3, Q, Q)], -1)
+    wanted = create_block_mask(lambda b, h, q, k: pairs[b, q, k], 3, None, Q, T + Q, device="cpu")
+    built = flex_mask(blocks, documents, S, window, causal)
+    assert torch.equal(create_mask(built.mask_mod, 3, 1, Q, T + Q, device="cpu")[:, 0], pairs)
+    assert built.seq_lengths == wanted.seq_lengths and built.BLOCK_SIZE == wanted.BLOCK_SIZE
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = getattr(built, f"{kind}_num_blocks"), getattr(built, f"{kind}_indices")
+        assert torch.equal(counts, getattr(wanted, f"{kind}_num_blocks")), kind
+        used = torch.arange(indices.shape[-1]) < counts[..., None]
+        assert torch.equal(indices[used], getattr(wanted, f"{kind}_indices")[used]), kind
+    assert (T, window) != (512, None) or built.full_kv_num_blocks.any()
 
 
 # --- the answer does not leak -------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ CONTRADICTIONS = {
     "power of two": "drafter: {selector_top_k: 12}",
     "must not exceed block_size = 2": "drafter: {block_size: 2, conv_kernel_size: 3}",
     "has a duplicate layer": "drafter: {target_layer_ids: [1, 1]}",
+    "engine.precision = fp8: fp8 is for the frozen target alone": "engine: {precision: fp8}",
+    "export.precision = fp8: fp8 is for the frozen target alone": "export: {precision: fp8}",
     "must be ascending": "drafter: {target_layer_ids: [3, 1]}",
     "optimizer.lr = 0.0: must be positive": "optimizer: {lr: 0.0}",
     "train.micro_batch_size = 0: must be at least 1": "train: {micro_batch_size: 0}",

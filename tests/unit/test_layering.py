@@ -13,13 +13,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dflash_train"
 # From the bottom up. Parts of one layer do not know each other; the files of one part may.
 LAYERS = [
     {"types", "config", "ranks", "acceptance"},
-    {"metrics", "kernels", "optim", "disk", "stop"},
-    {"data", "target", "drafter", "objective"},
+    {"metrics", "kernels", "clock", "disk", "stop"},
+    {"data", "target", "drafter", "objective", "optim"},
     {"engine", "checkpoint", "track"},
-    {"method", "folder", "dashboard", "engines", "licences", "push"},
+    {"method", "folder", "dashboard", "flops", "engines", "licences", "push"},
     {"released"},
     {"build", "walk", "card", "faults"},
-    {"generation"},
+    {"generation", "feed"},
     {"regenerate", "client", "check"},
     {"export", "evaluate"},
     {"heldout", "report"},
