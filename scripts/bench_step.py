@@ -33,9 +33,10 @@ from dflash_train.engine.build import build_engine
 from dflash_train.feed import Feed
 from dflash_train.metrics import MetricWindow
 from dflash_train.objective.loss import decay, default_gamma
+from dflash_train.start import Counts, Run
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
-from dflash_train.train import Counts, Run, train_step
+from dflash_train.train import train_step
 from dflash_train.types import TargetInfo, TokenizedExample
 
 # hidden, layers, query heads, key/value heads, head dim, MLP, vocabulary, tied

@@ -17,7 +17,7 @@ import pytest
 import toys
 
 import dflash_train.train as training
-from dflash_train import client
+from dflash_train import client, start
 from dflash_train.config.load import load_recipe
 from dflash_train.config.schema import Recipe
 from dflash_train.data.workers import spread
@@ -83,14 +83,14 @@ def test_everything_that_was_read_may_vanish(recipe, tmp_path, monkeypatch):
 
 
 def test_data_that_vanish_after_they_were_tokenised_are_named(recipe, tmp_path, monkeypatch):
-    built = training.build_stream
+    built = start.build_stream
 
     def then_gone(o):
         stream = built(o)
         (tmp_path / "rows.jsonl").unlink()
         return stream
 
-    monkeypatch.setattr(training, "build_stream", then_gone)
+    monkeypatch.setattr(start, "build_stream", then_gone)
     monkeypatch.setattr("dflash_train.data.files._file_hash", lambda path, *_: path.open("rb"))
     code, _, err = toys.call(training.main, "-c", recipe)
     assert code == 2 and "rows.jsonl" in err and "Traceback" not in err and not (tmp_path / "run").exists()

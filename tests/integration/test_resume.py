@@ -15,6 +15,7 @@ import toys
 from safetensors.torch import load_file
 
 import dflash_train.train as training
+from dflash_train import start
 from dflash_train.build import build_stream, outline
 from dflash_train.checkpoint import checkpoints, read_state
 from dflash_train.config.load import load_recipe
@@ -300,7 +301,7 @@ def until(process: subprocess.Popen, text: str) -> None:
 @pytest.mark.parametrize(
     ("patch", "sent", "code", "steps"),
     [
-        ("waits('build_step', 1)", signal.SIGTERM, 143, None),
+        ("waits('build_step', 1, start)", signal.SIGTERM, 143, None),
         ("waits('at_anchors', 8, walk)", signal.SIGTERM, 143, 6),
         ("slow_writer()", signal.SIGUSR1, 138, 5),
         ("waits('export_run', 1)", signal.SIGINT, 130, 10),
@@ -349,7 +350,7 @@ def test_a_run_that_is_stopped_anywhere_saves_and_continues_bit_for_bit(
 
 SLOW_WRITER = """
 import dflash_train.checkpoint as checkpointing
-from dflash_train import walk
+from dflash_train import start, walk
 def slow_writer():
     write = checkpointing.save_file
     def slow(group, path, **more):
@@ -441,7 +442,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_that_says_how_to_go_on(recip
 def test_a_disk_that_holds_no_checkpoint_is_found_before_the_target_is_read(recipe, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage(p)._replace(free=10))
-    monkeypatch.setattr(training, "build_step", lambda *a: pytest.fail("the target was read"))
+    monkeypatch.setattr(start, "build_step", lambda *a: pytest.fail("the target was read"))
     with pytest.raises(ValueError, match="a checkpoint takes .* make room, or choose another output_dir"):
         training.train(recipe("run"))
     assert not Path(recipe("run").output_dir).exists()

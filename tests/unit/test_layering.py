@@ -23,6 +23,7 @@ LAYERS = [
     {"regenerate", "client", "check"},
     {"export", "evaluate"},
     {"heldout", "report"},
+    {"start"},
     {"train"},
 ]
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

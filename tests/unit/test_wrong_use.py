@@ -12,7 +12,7 @@ from dflash_train.config.load import load_recipe, run_command
 from dflash_train.evaluate import is_near_tie
 from dflash_train.generation.output import lock
 from dflash_train.generation.single import plain_decode
-from dflash_train.train import check_folder
+from dflash_train.start import check_folder
 
 
 @pytest.mark.parametrize(
