@@ -82,7 +82,7 @@ SIZES = [  # B, T, N, S, heads, kv heads, head dim
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 30, 150])
 @pytest.mark.parametrize("whole", [True, False])
