@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dflash_train.drafter.mask import BlockMask, SlotMask
 from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.kernels.attention import Spans, block_attention
 from dflash_train.kernels.varlen import varlen
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -102,6 +103,11 @@ def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
     return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def span_attention(q, context_kv, block_kv, mask: Spans) -> torch.Tensor:
+    """The same by `kernels.attention` (CUDA)."""
+    return block_attention(*(x.transpose(1, 2) for x in (q, *context_kv, *block_kv)), mask).transpose(1, 2)
+
+
 def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
     """The same over a cache of slots. q (1, Hq, Q, D); context k, v (places, Hkv, D), into which the block's own are written."""
     for cache, own in zip(context_kv, block_kv, strict=True):
@@ -126,6 +132,8 @@ def attention_for(mask):
     """The kernel that a mask is made for."""
     if isinstance(mask, SlotMask):
         return slot_attention
+    if isinstance(mask, Spans):
+        return span_attention
     return dense_attention if isinstance(mask, BlockMask) else flex_attention
 
 
