@@ -195,8 +195,8 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     device = ranks.start(recipe.engine.timeout_minutes)
     cuda = device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    if cuda and args.prefer_drafter:
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
+    if cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1) if args.prefer_drafter else torch.cuda.default_stream())
     known = graphs(), compile_seconds()
     began = time.perf_counter()
     run = build(args, recipe, device)
