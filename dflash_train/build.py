@@ -231,7 +231,7 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     drafter.to(device)
     flex, fuse = attention_and_compile(engine, device)
     if fuse:
-        target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length)
+        target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
     return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
 

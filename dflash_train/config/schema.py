@@ -354,6 +354,10 @@ class EngineConfig:
         None,
         "torch.compile the draft layers, one by one under every engine, and the target's for rows as training has them; null: with flex attention, so on CUDA.",
     )
+    cuda_graphs: bool = knob(
+        True,
+        "With compiled layers on CUDA: the target's pass over rows as training has them is recorded as CUDA graphs; a target for which that cannot be is read without, and a note says why.",
+    )
     read_ahead: bool = knob(
         True,
         "On CUDA the target reads the next micro-batch on a stream of its own while the drafter learns from this one.",

@@ -14,6 +14,7 @@ from dflash_train.config.schema import Precision, TargetConfig
 from dflash_train.config.values import trusted
 from dflash_train.target.info import read_config, read_target_info, text_config
 from dflash_train.target.linear import join_linears
+from dflash_train.target.recorded import Documents, Recorder, compiled_layers, watch
 from dflash_train.target.varlen import NO_MASK_SHAPE, enable_varlen
 from dflash_train.types import PackedBatch, TargetFeatures, TargetInfo
 
@@ -67,12 +68,16 @@ class HFTarget:
     The forward stops after the last captured layer and runs no head. The whole model stays at hand (`model`) for decoding.
     """
 
+    TOGETHER = 8  # layers compiled as one, at most
+
     def __init__(self, model: nn.Module, info: TargetInfo, layer_ids: tuple[int, ...]):
         self.model, self.info, self.layer_ids = model, info, layer_ids
         self.device = next(model.parameters()).device
         self.backbone = text_backbone(model)
         self.reader = _shorten(self.backbone, self.backbone.layers[: max(layer_ids) + 1])
-        self._compiled: tuple[int, nn.Module] | None = None
+        self._tokens: int | None = None  # of reads that are compiled
+        self._compiled: nn.Module | None = None
+        self._recorder: Recorder | None = None
         self._kinds = set(getattr(text_config(model.config), "layer_types", None) or [])
         self._captured: dict[int, torch.Tensor] = {}
         self._capture(self.reader.layers)
@@ -106,11 +111,12 @@ class HFTarget:
             join_linears(text_backbone(model).layers, eight_bits=eight_bits)
         return cls(model, info, layer_ids)
 
-    def compile(self, tokens: int) -> None:
-        """Compile the decoder layers for reads of exactly so many tokens; all others run as before, so that no shape compiles anew."""
-        layers = nn.ModuleList(CompiledLayer(layer) for layer in self.reader.layers)
-        self._capture(layers)
-        self._compiled = tokens, _shorten(self.backbone, layers)
+    def compile(self, tokens: int, *, record: bool) -> None:
+        """Compile the decoder layers for reads of exactly so many tokens, at the first of them; all others run as before, so that no shape compiles
+        anew. record: and record these reads as CUDA graphs, where that can be."""
+        self._tokens = tokens
+        if record and self.side_by_side and self.device.type == "cuda":
+            self._recorder = Recorder(self._features, tokens, self.device)
 
     def _capture(self, layers: nn.ModuleList) -> None:
         for i in self.layer_ids:
@@ -157,34 +163,58 @@ class HFTarget:
     def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
         """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
         B, T = batch.token_ids_BT.shape
-        reader, longest = self.reader, torch.tensor(batch.longest)
-        if self._compiled is not None and self._compiled[0] == B * T:
-            reader = self._compiled[1]
-            torch._dynamo.mark_dynamic(batch.starts_D, 0)
-        reader(
-            input_ids=batch.token_ids_BT.view(1, B * T),
-            position_ids=batch.position_ids_BT.view(1, B * T),
-            attention_mask=torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device),
-            use_cache=False,
-            cu_seq_lens_q=batch.starts_D,
-            cu_seq_lens_k=batch.starts_D,
-            max_length_q=longest,
-            max_length_k=longest,
-        )
-        return TargetFeatures(self.collect().view(B, T, -1))
+        features = None
+        if self._recorder is not None and B * T == self._tokens and self._compiled is not None:
+            features = self._recorder(batch)
+            if features is None:
+                print(f"note: the target is read without CUDA graphs: {self._recorder.why_not}", flush=True)
+                self._recorder = None
+        if features is None:
+            count = len(batch.starts_D) - 1
+            documents = Documents(count, batch.longest, count * batch.longest == B * T)
+            ids, positions = (x.view(1, B * T) for x in (batch.token_ids_BT, batch.position_ids_BT))
+            features = self._features(ids, positions, batch.starts_D, documents, None)
+        return TargetFeatures(features.view(B, T, -1))
+
+    def _features(self, ids, positions, starts, documents: Documents, out: torch.Tensor | None) -> torch.Tensor:
+        """`recorded.Read`."""
+        self._captured.clear()
+        longest = torch.tensor([documents.longest, documents.alike])
+        arguments = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device),
+            "use_cache": False,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        if ids.numel() != self._tokens:
+            self.reader(**arguments)
+        elif self._compiled is None:  # the first of its size shows what the backbone does with its layers
+            with watch(self.reader.layers) as follows:
+                self.reader(**arguments)
+            layers = compiled_layers(self.reader.layers, follows, self.layer_ids, self.TOGETHER)
+            self._capture(layers)
+            self._compiled = _shorten(self.backbone, layers)
+        else:
+            torch._dynamo.mark_dynamic(starts, 0)
+            self._compiled(**arguments)
+        return self.collect(out)
 
     def clear(self) -> None:
         """Forget what earlier forwards left."""
         self._captured.clear()
 
-    def collect(self) -> torch.Tensor:
-        """Features (B, T, F) of the forward since `clear`."""
+    def collect(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Features (B, T, F) of the forward since `clear`, in `out` if it is given."""
         missing = [i for i in self.layer_ids if i not in self._captured]
         if missing:
             raise ValueError(
                 f"target capture: expected {len(self.layer_ids)} layers, got {len(self._captured)} (missing {', '.join(map(str, missing))})"
             )
-        features = torch.cat([self._captured[i] for i in self.layer_ids], -1)
+        features = torch.cat([self._captured[i] for i in self.layer_ids], -1, out=out)
         self._captured.clear()
         return features
 
@@ -285,23 +315,3 @@ def _shorten(backbone: nn.Module, layers: nn.ModuleList) -> nn.Module:
     reader.layers = layers
     reader.norm = nn.Identity()
     return reader
-
-
-class CompiledLayer(nn.Module):
-    """A decoder layer whose forward is compiled here and left alone where else it is used. The hooks of the layer itself do not run."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-        self._forward = torch.compile(layer.forward, dynamic=False)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(
-                super().__getattr__("layer"), name
-            )  # what backbones ask of their layers, such as attention_type
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)

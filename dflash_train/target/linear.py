@@ -6,16 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dflash_train.kernels.swiglu import quantise, quantised_swiglu
+
 SHARE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-EIGHT_BITS = torch.float8_e4m3fn
-LARGEST = torch.finfo(EIGHT_BITS).max
-
-
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / scale in 8 bits, scale (..., 1) in fp32), the scale of a row being its largest magnitude / 448."""
-    wide = x.float()
-    most = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12)
-    return (wide * (LARGEST / most)).to(EIGHT_BITS), most / LARGEST
 
 
 class Float8Linear(nn.Module):
@@ -29,9 +22,12 @@ class Float8Linear(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        eight, scale = quantise(x.flatten(0, -2))
-        y = scaled_product(eight, scale, self.weight, self.scale, x.dtype).view(*x.shape[:-1], -1)
+        y = self.product(*quantise(x.flatten(0, -2)), x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
+
+    def product(self, eight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of rows (M, K) that are quantised already, without the bias."""
+        return scaled_product(eight, scale, self.weight, self.scale, dtype)
 
 
 @torch.library.custom_op("dflash_train::scaled_product", mutates_args=())
@@ -97,6 +93,33 @@ class Part(nn.Module):
         return self.joined.take(x, self.index)
 
 
+class Float8GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) of 8-bit layers without biases; what goes into `down` is never written in 16 bits."""
+
+    def __init__(self, gate_up: Float8Linear, down: Float8Linear):
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up(x.flatten(0, -2))
+        return self.down.product(*quantised_swiglu(gate_up), x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def of(module: nn.Module) -> Float8GatedMLP | None:
+        """The same as a module whose layers are joined and in 8 bits, if that is what it computes."""
+        names = ("gate_proj", "up_proj", "down_proj")
+        parts = [getattr(module, name, None) for name in names]
+        if {name for name, _ in module.named_children()} - {"act_fn"} != set(names) or not isinstance(parts[0], Part):
+            return None
+        gate_up, down = parts[0].joined.linear, parts[2]
+        if not isinstance(down, Float8Linear) or gate_up.bias is not None or down.bias is not None:
+            return None
+        x = torch.linspace(-1, 1, 16 * down.weight.shape[0], device=down.weight.device).sin().view(16, -1)
+        x = x.to(torch.bfloat16)
+        own, made = module(x).float(), Float8GatedMLP(gate_up, down)
+        return made if float((made(x).float() - own).norm()) <= 0.02 * float(own.norm()) else None
+
+
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None, eight_bits: bool) -> nn.Module:
     if eight_bits:
         return Float8Linear(weight, bias)
@@ -124,3 +147,8 @@ def join_linears(layers: nn.ModuleList, *, eight_bits: bool) -> None:
             for name, linear in list(module.named_children()):
                 if type(linear) is nn.Linear and not isinstance(module, Joined):
                     setattr(module, name, Float8Linear(linear.weight, linear.bias))
+    for module in [m for layer in layers for m in layer.modules()] if eight_bits else []:
+        for name, child in list(module.named_children()):
+            mlp = Float8GatedMLP.of(child)
+            if mlp is not None:
+                setattr(module, name, mlp)

@@ -28,14 +28,14 @@ def documents_attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention within each document. q (T, Hq, D), k and v (T, Hkv, D), starts int32 (documents + 1,), longest int64 () on the host.
+    """Causal attention within each document. q (T, Hq, D), k and v (T, Hkv, D), starts int32 (documents + 1,), longest int64 (2,) on the
+    host: an upper bound of their lengths, and whether all are so long.
 
-    One operation, so that a compiled layer has static shapes whatever the documents are: `longest` is a tensor and not a number, and
+    One operation, so that a compiled layer has static shapes whatever the documents are: `longest` is a tensor and no numbers, and
     which kernel runs is decided when it runs.
     """
-    most, count, T = int(longest), len(starts) - 1, len(q)
-    equally_long = count * most == T
-    if q.is_cuda and equally_long and window is None:
+    (most, alike), count = longest.tolist(), len(starts) - 1
+    if q.is_cuda and alike and window is None:
         # Rows of one document each. cuDNN takes half the time of flash attention 2 here, but plans anew for every set of documents otherwise.
         batched = (x.view(count, most, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         out = torch.ops.aten._cudnn_attention_forward(
@@ -73,7 +73,7 @@ def varlen_attention(
 
     cu_seq_lens_q int32 (sequences + 1,): where each sequence's queries begin, and the end. cu_seq_lens_k: the same for its keys; with seqused_k
     int32 (sequences,) only so many keys from there are used, and the beginnings may be in any order. The last query of a sequence stands at
-    its last key. max_length_*: upper bounds; as a tensor on the host, queries and keys are the same documents (`documents_attention`). Raises ValueError for what the kernel leaves out (soft-caps, sinks).
+    its last key. max_length_*: upper bounds; as a tensor on the host, queries and keys are the same documents, and it is what `documents_attention` wants. Raises ValueError for what the kernel leaves out (soft-caps, sinks).
     """
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return sdpa_attention_forward(

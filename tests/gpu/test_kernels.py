@@ -11,6 +11,7 @@ import torch
 from dflash_train.kernels.adamw import update, update_reference
 from dflash_train.kernels.gather import gather_dot, gather_dot_reference, take_rows
 from dflash_train.kernels.head import score_rows_kernel, score_rows_reference, transform_logits
+from dflash_train.kernels.swiglu import quantised_swiglu, quantised_swiglu_reference
 from dflash_train.optim import AdamW
 
 CUDA = torch.cuda.is_available()
@@ -148,3 +149,17 @@ def test_the_optimizer_is_torchs(weight_decay, skipped, monkeypatch):
     again = AdamW([p.detach().clone().requires_grad_() for p in ours], **options)
     again.load_state_dict(mine.state_dict())
     assert float(again.state[again.param_groups[0]["params"][0]]["step"]) == 5 - len(skipped)
+
+
+@pytest.mark.parametrize("width", [96, 1000] + [9728, 17408] * CUDA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_quantised_gated_product_is_its_reference(width, dtype):
+    gate_up = (randn(5, 2 * width) * 2).to(dtype)
+    gate_up[3] = 0
+    both = [do(gate_up) for do in (quantised_swiglu, quantised_swiglu_reference)]
+    (ours, our_scale), (eight, scale) = both
+    assert ours.dtype is eight.dtype and our_scale.dtype is torch.float32
+    torch.testing.assert_close(our_scale, scale, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=0)
+    # A rounding may fall to the neighbour, which is an eighth away, where silu differs in its last bit.
+    assert (ours.float() == eight.float()).float().mean() > 0.97
+    torch.testing.assert_close(ours.float() * our_scale, eight.float() * scale, rtol=0.13, atol=float(scale.max()) / 64)

@@ -11,14 +11,12 @@ import torch
 import toys
 
 from dflash_train.clock import Clock
-from dflash_train.config.schema import EngineConfig, ObjectiveConfig, OptimizerConfig
+from dflash_train.config.schema import ObjectiveConfig
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.model import Drafter, initialise
-from dflash_train.engine.torch import TorchEngine
 from dflash_train.feed import Feed
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay
-from dflash_train.optim import build_optimizer
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.linear import Float8Linear, join_linears, scaled_product, scaled_product_reference
 from dflash_train.target.varlen import enable_varlen
@@ -59,7 +57,8 @@ def features(
     target = HFTarget(model, wide_info(), (1, 3))
     batch = move(toys.batch_of(rows, [[], []], block_size=4, length=48), torch.device("cuda"))
     if compiled:
-        target.compile(batch.token_ids_BT.numel())
+        target.compile(batch.token_ids_BT.numel(), record=False)
+        target.read(batch)  # shows which layers follow each other
     real = batch.document_ids_BT >= 0
     return target.read(batch).features_BTF[real].float()
 
@@ -83,7 +82,7 @@ def test_eight_bit_features_are_near_and_exactly_what_the_reference_says(capsys)
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(96, 256, device="cuda", generator=generator).bfloat16()
     layer = Float8Linear(torch.randn(512, 256, device="cuda", generator=generator) * 0.05, None)
-    from dflash_train.target.linear import quantise
+    from dflash_train.kernels.swiglu import quantise
 
     eight, scale = quantise(x)
     arguments = (eight, scale, layer.weight, layer.scale, torch.bfloat16)
@@ -96,6 +95,35 @@ def test_eight_bit_features_are_near_and_exactly_what_the_reference_says(capsys)
     assert 1e-3 < near < 0.3  # the toy has ten times the usual weights, which amplify every difference
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_recorded_reads_equal_compiled_ones_whatever_the_documents_are(eight_bits):
+    batches = [
+        move(toys.batch_of(rows, [[], []], block_size=4, length=48), torch.device("cuda"))
+        for rows in (ONE_EACH, PACKED, [*PACKED[:1], *ONE_EACH[:1]], ONE_EACH[::-1], PACKED[::-1])
+    ]
+    model = wide_model(torch.bfloat16)
+    assert enable_varlen(model) is None
+    join_linears(model.model.layers, eight_bits=eight_bits)
+    plain, recorded = (HFTarget(model, wide_info(), (1, 3)) for _ in range(2))
+    plain.compile(96, record=False)
+    recorded.compile(96, record=True)
+    for target in (plain, recorded):
+        target.read(batches[0])  # shows which layers follow each other
+    for batch in [*batches, *batches]:
+        real = batch.document_ids_BT >= 0
+        # Read twice at once on two streams: neither may find the other's rows.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            other = recorded.read(batches[1]).features_BTF
+        found = recorded.read(batch).features_BTF
+        torch.cuda.synchronize()
+        assert difference(found[real].float(), plain.read(batch).features_BTF[real].float()) < 1e-2
+        real = batches[1].document_ids_BT >= 0
+        assert difference(other[real].float(), plain.read(batches[1]).features_BTF[real].float()) < 1e-2
+    assert recorded._recorder is not None and len(recorded._recorder.graphs) == 2
+
+
 def made(*, read_ahead: bool, steps: int = 4):
     """A small step on CUDA in bf16 with its feed."""
     device = torch.device("cuda")
@@ -104,17 +132,17 @@ def made(*, read_ahead: bool, steps: int = 4):
     join_linears(model.model.layers, eight_bits=False)
     assert enable_varlen(model) is None
     target = HFTarget(model, wide_info(), spec.target_layer_ids)
+    target.compile(256, record=True)
     drafter = Drafter(spec)
     initialise(drafter, 0)
     step = DraftStep(drafter.to(device), target, ObjectiveConfig(), flex=False, dtype=torch.bfloat16)
-    optimizer = build_optimizer(drafter, OptimizerConfig(lr=1e-3))
-    engine = TorchEngine(step, optimizer, EngineConfig(), max_grad_norm=1.0)
     documents = [toys.document(40 + i % 17, slice(4, None), name=f"d{i}", seed=i) for i in range(40)]
     config = StreamConfig(
         row_length=128, num_anchors=16, decay_S=np.array(decay(8, 4.0)), global_batch_size=4, micro_batch_size=2, seed=0
     )
-    feed = Feed(RowStream(documents, config), target, device, Clock(device), end=steps, read_ahead=read_ahead)
-    return step, engine, feed
+    stream = RowStream(documents, config)
+    engine = toys.toy_engine(step, stream.micro_batches_per_rank(1))
+    return step, engine, Feed(stream, target, device, Clock(device), end=steps, read_ahead=read_ahead)
 
 
 def one_step(engine, feed: Feed, number: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ import toys
 from torch import nn
 
 from dflash_train.config.schema import Precision, TargetConfig
+from dflash_train.kernels.swiglu import LARGEST, quantise
 from dflash_train.target.hf import HFTarget
-from dflash_train.target.linear import LARGEST, Float8Linear, Joined, join_linears, quantise
+from dflash_train.target.linear import Float8GatedMLP, Float8Linear, Joined, join_linears
 from dflash_train.target.varlen import documents_attention, enable_varlen
 
 
@@ -93,10 +94,26 @@ def test_the_targets_precision_fp8_keeps_embedding_and_head():
     target.check_head(lambda x: x)
 
 
+def test_an_eight_bit_mlp_is_made_of_one_that_computes_the_same_and_of_no_other():
+    m = model()
+    before = copy.deepcopy(m.model.layers[0].mlp)
+    join_linears(m.model.layers, eight_bits=True)
+    mlp = m.model.layers[0].mlp
+    assert all(type(layer.mlp) is Float8GatedMLP for layer in m.model.layers)
+    x = torch.randn(2, 5, toys.HIDDEN)
+    assert mlp(x).shape == x.shape
+    assert float((mlp(x) - before(x)).norm() / before(x).norm()) < 0.1
+    other = model()
+    for layer in other.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    join_linears(other.model.layers, eight_bits=True)
+    assert not any(type(layer.mlp) is Float8GatedMLP for layer in other.model.layers)
+
+
 def test_one_operation_attends_within_documents():
     q, k, v = torch.randn(18, 4, 16), torch.randn(18, 2, 16), torch.randn(18, 2, 16)
     starts = torch.tensor([0, 11, 16, 18], dtype=torch.int32)
-    out = documents_attention(q, k, v, starts, torch.tensor(11), 0.25, None)
+    out = documents_attention(q, k, v, starts, torch.tensor([11, 0]), 0.25, None)
     for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         own = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
         alone = nn.functional.scaled_dot_product_attention(*own, is_causal=True, scale=0.25, enable_gqa=True)
@@ -110,7 +127,8 @@ def test_compiled_layers_read_the_same_and_compile_once():
     assert enable_varlen(m) is None
     join_linears(m.model.layers, eight_bits=False)
     target = HFTarget(m, toys.toy_info(), (1, 3))
-    target.compile(36)
+    target.compile(36, record=False)
+    target.read(batch())  # shows which layers follow each other
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     b = batch()
     real = b.document_ids_BT >= 0
