@@ -13,6 +13,7 @@ from dflash_train.config.schema import Precision, TargetConfig
 from dflash_train.kernels.swiglu import LARGEST, quantise
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.linear import Float8GatedMLP, Float8Linear, Joined, join_linears
+from dflash_train.target.recorded import Documents, compiled_layers, documents_of, watch
 from dflash_train.target.varlen import documents_attention, enable_varlen
 
 
@@ -118,6 +119,34 @@ def test_one_operation_attends_within_documents():
         own = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
         alone = nn.functional.scaled_dot_product_attention(*own, is_causal=True, scale=0.25, enable_gqa=True)
         torch.testing.assert_close(out[a:b], alone[0].transpose(0, 1))
+
+
+def test_a_graphs_documents_hold_those_of_the_batch_and_empty_ones():
+    one_each = toys.batch_of([[toys.document(18)], [toys.document(18, seed=2)]], [[], []], block_size=4, length=18)
+    assert documents_of(one_each) == Documents(2, 18, True)
+    assert documents_of(batch()) == Documents(8, 18, False)
+    m = model()
+    assert enable_varlen(m) is None
+    target, b = HFTarget(m, toys.toy_info(), (1, 3)), batch()
+    starts = torch.full((9,), 36, dtype=torch.int32)
+    starts[: len(b.starts_D)] = b.starts_D
+    ids, positions = b.token_ids_BT.view(1, 36), b.position_ids_BT.view(1, 36)
+    out = torch.empty(1, 36, 2 * toys.HIDDEN)
+    target._features(ids, positions, starts, documents_of(b), out)
+    real = (b.document_ids_BT >= 0).flatten()
+    torch.testing.assert_close(out[0, real], target.read(b).features_BTF.view(36, -1)[real])
+
+
+def test_layers_are_compiled_together_where_nothing_comes_between_them():
+    m = model()
+    target = HFTarget(m, toys.toy_info(), (1, 4))
+    with watch(target.reader.layers) as follows:
+        target.read(batch())
+    assert follows == [False, True, True, True, True]
+    groups = lambda *a: [len(layer._group) for layer in compiled_layers(target.reader.layers, *a)]  # noqa: E731
+    assert groups(follows, (1, 4), 8) == [2, 2, 3, 3, 3]
+    assert groups(follows, (1, 4), 2) == [2, 2, 2, 2, 1]
+    assert groups([False, True, True, False, True], (1, 4), 8) == [2, 2, 1, 2, 2]
 
 
 @pytest.mark.slow
