@@ -49,7 +49,8 @@ class AdamW(torch.optim.AdamW):
         one = torch.ones((), dtype=torch.float64, device=parameters[0].device)
         divisor, skipped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         skipped = 0 * one if skipped is None else skipped
-        torch._foreach_add_([state["step"] for state in states], (1 - skipped).float())
+        # One addend per step: a single tensor for all of them would be read by the host.
+        torch._foreach_add_([state["step"] for state in states], [(1 - skipped).float()] * len(states))
         (beta1, beta2), lr, t = group["betas"], group["lr"], states[0]["step"].double()
         numbers = {
             "rate": (lr / (1 - beta1**t)).float(),
