@@ -316,7 +316,10 @@ def test_usage_and_meta_info_tell_what_the_drafter_gained(pair):
         details, meta = body["usage"]["completion_tokens_details"], body["meta_info"]
         rounds, accepted = meta["spec_verify_ct"], details["accepted_prediction_tokens"]
         assert accepted > rounds and meta["spec_accept_length"] == (meta["completion_tokens"] - 1) / rounds
-        assert rounds + accepted - 1 <= 27 <= rounds + accepted  # the last round may gain no token of the target's own
+        gained = meta["completion_tokens"] - 1
+        assert (
+            rounds + accepted - 1 <= gained <= rounds + accepted
+        )  # the last round may gain no token of the target's own
         counted = open_.client.get("/metrics").text
         at = 'engine="0",model_name="toy"'
         assert f"num_accepted_tokens_total{{{at}}} {float(accepted)}" in counted
