@@ -16,6 +16,7 @@ pytest.importorskip("starlette", reason="the extra serve")
 pytest.importorskip("prometheus_client", reason="the extra serve")
 
 from starlette.testclient import TestClient  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 from dflash_train import serve  # noqa: E402
 from dflash_train.assets import resolve  # noqa: E402
@@ -423,6 +424,8 @@ def test_what_the_command_refuses(target_dir, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ValueError, match="--api-key-env NO_SUCH_KEY: .* empty or not set"):
         run("--target", str(target_dir), "--no-drafter", "--api-key-env", "NO_SUCH_KEY")
+    with pytest.raises(ValueError, match="--slots 0: must be at least 1"):
+        run("--target", str(target_dir), "--no-drafter", "--slots", "0")
     toy = ["--target", str(target_dir), "--no-drafter", "--port", "0"]
     with pytest.raises(ValueError, match=r"--draft-length 3: there is no drafter"):
         run(*toy, "--draft-length", "3")
@@ -433,6 +436,13 @@ def test_what_the_command_refuses(target_dir, monkeypatch):
     assert (serve._block_size(None, 8), serve._block_size(1, 8), serve._block_size(None, None)) == (8, 2, 1)
     with pytest.raises(SystemExit):
         run("--target", str(target_dir))  # neither --drafter nor --no-drafter
+
+
+def test_what_a_request_leaves_out_is_the_targets(capsys):
+    sampled = lambda **listed: serve.sampling_of(SimpleNamespace(generation_config=GenerationConfig(**listed)))  # noqa: E731
+    assert sampled() == Sampling(1.0, 1.0, 0) and not capsys.readouterr().out
+    assert sampled(do_sample=True, temperature=0.6, top_k=20, min_p=0.05) == Sampling(0.6, 1.0, 20)
+    assert "{'min_p': 0.05}, which this server does not do" in capsys.readouterr().out
 
 
 def test_an_open_address_without_a_key_is_said(pair):
