@@ -212,11 +212,14 @@ def serve(args: Namespace) -> int:
     server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning", lifespan="off"))
     scheduler.start()
     # uvicorn drains on these and raises them again when it has: the default would end the process as if it had been killed.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    bound.listen(2048)
-    print(_announcement(args, name, bound, loaded), flush=True)
-    server.run(sockets=[bound])
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        bound.listen(2048)
+        print(_announcement(args, name, bound, loaded), flush=True)
+        server.run(sockets=[bound])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if scheduler.error is not None:
         raise CheckFailed(
             f"decoding failed, and every request that was under way with it: {type(scheduler.error).__name__}: {scheduler.error}"
