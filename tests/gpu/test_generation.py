@@ -17,7 +17,6 @@ from dflash_train.drafter.model import Drafter
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, difference_from_plain
 from dflash_train.generation.speculative import SpeculativeSlots
-from dflash_train.generation.verify import Sampling
 from dflash_train.kernels.sample import filter_kernel, filter_reference, kept_weights, sample_kernel, sample_reference
 from dflash_train.method import DraftStep
 from dflash_train.target.hf import HFTarget
@@ -90,7 +89,7 @@ def test_slots_say_what_the_plain_forward_says(name: str, more: dict):
     while slots.in_flight:
         answers.update(slots.advance())
     assert len(answers) == len(requests)
-    assert set(slots.graphs) == {48, 96}
+    assert set(slots.graphs) == {(48, True), (96, True)}
     for key, (ids, reason, *_) in answers.items():
         prompt = requests[key].prompt_ids
         assert (ids[-1] in (7, 8)) == (reason == "stop") and len(ids) <= requests[key].max_new_tokens
@@ -165,8 +164,8 @@ def test_batched_speculative_decoding_keeps_what_the_target_says(window: int | N
         Request(messages=[], prompt_ids=p, max_new_tokens=source.randrange(1, 50), seed=i, temperature=temperature)
         for i, p in enumerate(prompts)
     ]
-    slots = SpeculativeSlots(step, {7, 8}, slots=64, length=128, max_new=50, sampling=Sampling(temperature))
-    slots.warm_up()
+    slots = SpeculativeSlots(step, {7, 8}, slots=64, length=128, max_new=50)
+    slots.warm_up(sampled=temperature > 0)
     for key, request in enumerate(requests):
         slots.submit(key, request)
     answers = {}
@@ -181,7 +180,7 @@ def test_batched_speculative_decoding_keeps_what_the_target_says(window: int | N
             at = torch.arange(len(prompt) - 1, len(prompt) + len(ids) - 1, device="cuda")
             chosen = logits[at, torch.tensor(ids, device="cuda")].float()
             assert (logits[at].float().max(-1).values - chosen).max() < 0.05, key
-    cost = slots.cost()
+    cost = slots.cost(sampled=temperature > 0)
     assert 0 < cost["draft_ms"] < cost["cycle_ms"]
 
 
@@ -208,3 +207,50 @@ def test_the_drafter_over_slots_proposes_what_it_proposes_alone(window: int | No
             alone = session.hidden(step.embed(ids[i : i + 1, :n]))[0].float()
             ours = together.view(3, S, -1)[i, :n].float()
             assert (ours - alone).norm() / alone.norm() < 0.06
+
+
+@pytest.mark.parametrize("drafter", [True, False])
+def test_slots_of_a_server_stream_cancel_and_mix_greedy_with_sampled_requests(drafter: bool):
+    step, source = make_step(None), random.Random(1)
+    live = {"slots": 12, "length": 128, "max_new": 60, "period": 1, "smallest": 1, "streaming": True}
+    slots = SpeculativeSlots(step, {7}, **live) if drafter else Slots(step.target.model, {7}, **live)
+    for sampled in (False, True):
+        slots.warm_up(sampled)
+    sizes = {12, 6, 3, 1}
+    assert set(slots.graphs) == {
+        (size, sampled) for size in sizes for sampled in ({False, True} if drafter else {True})
+    }
+    prompts = [[source.randrange(1000) for _ in range(source.randrange(1, 60))] for _ in range(30)]
+    for i, prompt in enumerate(prompts):
+        temperature = 0.8 if i % 3 == 0 else 0.0
+        slots.submit(
+            i,
+            Request(
+                messages=[],
+                prompt_ids=prompt,
+                max_new_tokens=60,
+                seed=i,
+                temperature=temperature,
+                ignore_eos=i % 2 == 0,
+            ),
+        )
+    news, answers = {key: [] for key in range(30)}, {}
+    while slots.in_flight:
+        answers.update(slots.advance())
+        for key, tokens in slots.take_news():
+            if key == 1 and not news[1]:
+                assert not slots.cancel(1) and slots.cancel(29)
+            news[key] += tokens
+    assert sorted(answers) == list(range(29)) and not news[29]
+    assert len(answers[1].token_ids) < 60
+    for key, answer in answers.items():
+        ids = answer.token_ids
+        assert news[key] == ids
+        if key % 2 == 0:
+            assert len(ids) == 60 and answer.finish_reason == "length"
+        if key % 3:  # greedy, whatever ran beside it
+            text = torch.tensor([prompts[key] + ids], device="cuda")
+            logits = step.target.model(input_ids=text, use_cache=False).logits[0]
+            at = torch.arange(len(prompts[key]) - 1, len(prompts[key]) + len(ids) - 1, device="cuda")
+            chosen = logits[at, torch.tensor(ids, device="cuda")].float()
+            assert (logits[at].float().max(-1).values - chosen).max() < 0.05, key
