@@ -20,7 +20,7 @@ LAYERS = [
     {"released"},
     {"build", "walk", "card", "faults"},
     {"generation", "feed"},
-    {"regenerate", "client", "check"},
+    {"regenerate", "client", "check", "benchmark"},
     {"export", "evaluate"},
     {"heldout", "report"},
     {"train"},
