@@ -6,6 +6,7 @@
 | SGLang | sglext.spec_tokens_details, asked for by return_spec_tokens_details | sglang:spec_verify_calls_total, with --enable-metrics |
 | llama.cpp | timings.draft_n and .draft_n_accepted | llamacpp:spec_decode_num_..., with --metrics |
 | TensorRT-LLM | | trtllm_spec_decode_num_... at /prometheus/metrics, with return_perf_metrics |
+| dflash_train.serve | meta_info.spec_verify_ct and usage.completion_tokens_details, asked for by return_meta_info | vllm:spec_decode_num_... |
 
 Read in the sources of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11549; TensorRT-LLM's from its documents.
 """
@@ -82,44 +83,63 @@ def pooled(parts: Iterable[Acceptance]) -> Acceptance | None:
 # --- in a response ------------------------------------------------------------------------------------------------
 
 
-def of_response(event: dict[str, Any], tokens: int) -> tuple[Acceptance, float | None] | None:
-    """What one object of a response says, with the accept length as the engine itself puts it (None where it does not); None where it
-    says nothing. tokens: of the answer."""
-    metrics = event.get("metrics")
-    if isinstance(metrics, dict) and isinstance(found := metrics.get("speculative_decoding"), dict):
-        told = Acceptance(
-            rounds=int(found["num_spec_steps"]),
-            accepted=int(found["num_accepted_draft_tokens"]),
-            drafted=int(found["num_draft_tokens"]),
-            per_position=_at_least(found.get("acceptance_histogram")),
-            source="metrics.speculative_decoding of the responses",
-        )
-        return told, _number(found.get("mean_acceptance_length"))
-    extra = event.get("sglext")
-    found = extra.get("spec_tokens_details") if isinstance(extra, dict) else event.get("meta_info")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if isinstance(found, dict) and found.get("spec_verify_ct"):
-        told = Acceptance(
-            rounds=int(found["spec_verify_ct"]),
-            accepted=int(found.get("spec_num_correct_drafts") or 0),
-            drafted=int(found["spec_num_proposed_drafts"]) if "spec_num_proposed_drafts" in found else None,
-            per_position=_at_least(found.get("spec_correct_drafts_histogram")),
-            source="spec_tokens_details of the responses",
-        )
-        return told, _number(found.get("spec_accept_length"))
-    timings = event.get("timings")
-    if isinstance(timings, dict) and timings.get("draft_n"):
-        accepted = int(timings.get("draft_n_accepted") or 0)
-        told = Acceptance(
-            rounds=max(tokens - 1 - accepted, 0),
-            accepted=accepted,
-            drafted=int(timings["draft_n"]),
-            source="timings of the responses",
-            derived=True,
-        )
-        return told, None
+def of_response(
+    events: list[dict[str, Any]], usage: dict[str, Any], tokens: int
+) -> tuple[Acceptance, float | None] | None:
+    """What the objects of one response say, the last one first, with the accept length as the engine itself puts it (None where it does
+    not); None where they say nothing. tokens: of the answer."""
+    details = usage.get("completion_tokens_details")
+    kept, lost = (_count(details, f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
+    for event in reversed(events):
+        found = _inside(event, "metrics", "speculative_decoding")
+        if found:
+            told = Acceptance(
+                rounds=int(found["num_spec_steps"]),
+                accepted=int(found["num_accepted_draft_tokens"]),
+                drafted=int(found["num_draft_tokens"]),
+                per_position=_at_least(found.get("acceptance_histogram")),
+                source="metrics.speculative_decoding of the responses",
+            )
+            return told, _number(found.get("mean_acceptance_length"))
+        found = _inside(event, "sglext", "spec_tokens_details") or _inside(event, "meta_info")
+        if rounds := _count(found, "spec_verify_ct"):
+            accepted, drafted = _count(found, "spec_num_correct_drafts"), _count(found, "spec_num_proposed_drafts")
+            if accepted is None and kept is not None:
+                accepted, drafted = kept, None if lost is None else kept + lost
+            told = Acceptance(
+                rounds=rounds,
+                accepted=max(tokens - 1 - rounds, 0) if accepted is None else accepted,
+                drafted=drafted,
+                per_position=_at_least(found.get("spec_correct_drafts_histogram")),
+                source="spec_verify_ct of the responses",
+                derived=accepted is None,
+            )
+            return told, _number(found.get("spec_accept_length"))
+        found = _inside(event, "timings")
+        if drafted := _count(found, "draft_n"):
+            accepted = _count(found, "draft_n_accepted") or 0
+            return _from_tokens(tokens, accepted, drafted, "timings of the responses"), None
+    if kept is not None and kept + (lost or 0):
+        return _from_tokens(tokens, kept, None if lost is None else kept + lost, "usage of the responses"), None
     return None
+
+
+def _from_tokens(tokens: int, accepted: int, drafted: int | None, source: str) -> Acceptance:
+    rounds = max(tokens - 1 - accepted, 0)
+    return Acceptance(rounds=rounds, accepted=accepted, drafted=drafted, source=source, derived=True)
+
+
+def _inside(event: Any, *names: str) -> dict[str, Any]:
+    """The object at a path of names, empty where there is none; of a list (one for each choice) the first."""
+    for name in names:
+        event = event.get(name) if isinstance(event, dict) else None
+        event = event[0] if isinstance(event, list) and event else event
+    return event if isinstance(event, dict) else {}
+
+
+def _count(found: Any, name: str) -> int | None:
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _at_least(histogram: Any) -> list[int] | None:

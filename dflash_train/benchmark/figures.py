@@ -43,10 +43,7 @@ def of_arm(records: Sequence[Record], wall: float, counted: Acceptance | None) -
     itl = spread([(r.last - r.ttft) / (r.tokens - 1) for r in timed])  # type: ignore[operator]
     if itl is not None:
         itl["mean"] = sum(r.last - r.ttft for r in timed) / sum(r.tokens - 1 for r in timed)  # type: ignore[operator,misc]
-    told = [r.acceptance for r in good if r.acceptance is not None]
-    # Requests without a round (one token) tell nothing; so only answers with more must all have told.
-    complete = bool(told) and all(r.acceptance is not None for r in good if r.tokens > 1)
-    acceptance = pooled(told) if complete else counted
+    acceptance = _chosen(good, counted)
     own = [r.engine_accept_len for r in good if r.engine_accept_len is not None]
     return {
         "requests": len(records),
@@ -68,6 +65,19 @@ def of_arm(records: Sequence[Record], wall: float, counted: Acceptance | None) -
         # The mean over requests of what the engine gave for each: what `dflash benchmark` prints.
         "engine_accept_len_mean": sum(own) / len(own) if own else None,
     }
+
+
+def _chosen(good: Sequence[Record], counted: Acceptance | None) -> Acceptance | None:
+    """What the answers told if all did, for nobody else's requests are in it; but the counters where those tell more of the same rounds, or
+    the answers left something to be derived."""
+    # An answer of one token needs no round and tells nothing.
+    told = pooled(r.acceptance for r in good if r.acceptance is not None)
+    if told is None or any(r.acceptance is None for r in good if r.tokens > 1):
+        return counted
+    if counted is None or counted.derived:
+        return told
+    same = (counted.rounds, counted.accepted) == (told.rounds, told.accepted)
+    return counted if told.derived or same and told.per_position is None else told
 
 
 def speed_up(base: Sequence[Record], arm: Sequence[Record], *, seed: int) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from dflash_train.benchmark.counters import Acceptance, of_response
 from dflash_train.config.values import parse_json
 from dflash_train.generation.openai import RETRIED, named, pause_before, retry_after
 
+# What an engine, as its list of models names it, is asked for so that its answers tell of acceptance. SGLang refuses return_meta_info in streams.
+ASKED = {"sglang": "return_spec_tokens_details", "dflash-train": "return_meta_info"}
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")  # of a delta
 
 
@@ -104,8 +106,8 @@ def body(target: Target, messages: list[dict[str, Any]], sampling: Sampling, see
         sent["seed"] = seed & 0x7FFFFFFF  # llama.cpp holds 32 bits of it
     if kwargs := reasoning_kwargs(sampling.reasoning):
         sent["chat_template_kwargs"] = kwargs
-    if target.engine == "sglang":
-        sent["return_spec_tokens_details"] = True
+    if flag := ASKED.get(target.engine):
+        sent[flag] = True
     return sent | target.extra_body
 
 
@@ -259,7 +261,5 @@ class _Reader:
                 "no usage in the stream (stream_options.include_usage was sent): tokens cannot be counted; give --tokenizer to count "
                 "them from the text"
             )
-        for extra in self.extras[::-1]:  # the last one is of the whole answer
-            if (told := of_response(extra, record.tokens)) is not None:
-                record.acceptance, record.engine_accept_len = told
-                break
+        if (told := of_response(self.extras, self.usage, record.tokens)) is not None:
+            record.acceptance, record.engine_accept_len = told
