@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +109,7 @@ class Pretender:
     # --- what it serves ---
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = head.split(b" ", 2)
                 length = [
@@ -120,7 +119,10 @@ class Pretender:
                 ]
                 data = await reader.readexactly(length[0]) if length else b""
                 await (self.get if method == b"GET" else self.post)(path.decode(), data, writer)
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client is done
+        finally:
+            writer.transport.abort()
 
     async def send(
         self, writer: asyncio.StreamWriter, status: int, text: str, kind: str = "application/json", more: str = ""
@@ -165,7 +167,7 @@ class Pretender:
         rounds, accepted, per_pos, tokens = self.counted()
         usage = {"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens}
         if not body.get("stream"):
-            await asyncio.sleep(self.first + self.pause * len(self.pieces))
+            await asyncio.sleep(self.first + self.pause * (len(self.pieces) - 1))
             whole = "".join(self.text(i, n) for i, n in enumerate(self.pieces))
             choice = {"index": 0, "message": {"role": "assistant", "content": whole}, "finish_reason": "stop"}
             await self.send(writer, 200, json.dumps({"choices": [choice], "usage": usage, **self.extras(stream=False)}))
@@ -218,8 +220,11 @@ def pretending(pretender: Pretender) -> Iterator[Pretender]:
         while not (pretender.die_after and pretender.answered >= pretender.die_after) and not stop.is_set():
             await asyncio.sleep(0.002)
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
             task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0.01)  # the sockets close
 
     stop = threading.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
@@ -230,7 +235,4 @@ def pretending(pretender: Pretender) -> Iterator[Pretender]:
     finally:
         stop.set()
         thread.join(10)
-        deadline = time.monotonic() + 5
-        while asyncio.all_tasks(loop) and time.monotonic() < deadline:
-            loop.run_until_complete(asyncio.sleep(0))
         loop.close()
