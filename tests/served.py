@@ -20,7 +20,7 @@ class Pretender:
     function of it and of `pieces`.
 
     engine: whose names are used, "" for a server that tells nothing. Faults: usage False leaves it out; cut_bytes sends the stream in pieces of
-    so many bytes; newline: of the stream; busy: so many first requests get 429; fail: every so many-th request gets a 400; die_after: so many
+    so many bytes; newline: of the stream; busy: so many first requests get 429; hang_up: so many first ones get a closed connection; fail: every so many-th request gets a 400; die_after: so many
     answers, then nobody listens; broken: streams end in the middle.
     """
 
@@ -35,6 +35,7 @@ class Pretender:
     cut_bytes: int = 0
     comments: bool = False
     busy: int = 0
+    hang_up: int = 0
     fail: int = 0
     die_after: int = 0
     broken: bool = False
@@ -148,6 +149,9 @@ class Pretender:
     async def post(self, path: str, data: bytes, writer: asyncio.StreamWriter) -> None:
         body = json.loads(data)
         self.posts.append(body)
+        if self.refused < self.hang_up:
+            self.refused += 1
+            raise ConnectionResetError
         if self.refused < self.busy:
             self.refused += 1
             await self.send(writer, 429, "busy", "text/plain", "Retry-After: 0.01\r\n")

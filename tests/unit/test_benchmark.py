@@ -112,6 +112,16 @@ def test_a_busy_server_is_asked_again_and_the_time_counts():
     assert "3 requests were sent again" in output.table(report)
 
 
+def test_a_connection_that_was_closed_while_idle_is_no_failure():
+    """llama.cpp's server closes connections after five idle seconds, which another arm's turn may take."""
+    with pretending(Pretender(hang_up=2)) as server:
+        arm = only(run(server, settings=replace(SETTINGS, warm_up=0)))
+        assert (arm["failed"], arm["retries"], arm["output_tokens"]) == (0, 2, 80)
+    with pretending(Pretender(hang_up=10**6)) as server:
+        arm = only(run(server, work=prompts(1), settings=replace(SETTINGS, num_prompts=1, warm_up=0, retries=1)))
+    assert arm["failed"] == 1 and "connection lost" in next(iter(arm["errors"]))
+
+
 def test_a_server_that_stays_busy_is_a_failure():
     with pretending(Pretender(busy=10**6)) as server:
         arm = only(run(server, work=prompts(1), settings=replace(SETTINGS, num_prompts=1, warm_up=0, retries=1)))
