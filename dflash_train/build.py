@@ -34,7 +34,7 @@ from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.released.start import Start, derive
 from dflash_train.target import hf
-from dflash_train.target.elsewhere import Elsewhere, place_of_its_own
+from dflash_train.target.elsewhere import Elsewhere, current, place_of_its_own
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info, weights_sample
 from dflash_train.types import Prompt, TargetInfo, TokenizedExample
@@ -221,7 +221,8 @@ def build_step(o: Outline, device: torch.device) -> DraftStep:
 def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     """`build_step` with a target that is there."""
     spec, engine = o.spec, o.recipe.engine
-    target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
+    with current(target.device):
+        target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     placed = target if target.device == device else Elsewhere(target, device)
     drafter = Drafter(spec)
     if o.start:

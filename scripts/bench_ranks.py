@@ -74,9 +74,28 @@ class Job:
     began: float
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Also what torchrun started, each in a session of its own."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents.setdefault(parent_of(path), []).append(int(path.name))
+    found, waiting = [], [pid]
+    while waiting:
+        waiting += parents.get(one := waiting.pop(), [])
+        found.append(one)
+    return found[1:]
+
+
+def parent_of(process: Path) -> int:
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
 
 
 @dataclass(kw_only=True)
@@ -388,10 +407,7 @@ def process_of_rank(launcher: int, rank: int) -> int:
     """The process that torchrun started for a rank."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and f"RANK={rank}\0" in f"\0{(path / 'environ').read_text()}".replace(
-                "LOCAL_RANK", ""
-            ):
+            if parent_of(path) == launcher and f"RANK={rank}" in (path / "environ").read_text().split("\0"):
                 return int(path.name)
     raise RuntimeError(f"process {launcher} has no rank {rank}")
 
@@ -609,6 +625,7 @@ def main(words: list[str]) -> int:
     if args.measure:
         measure(json.loads(args.measure))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     parts = [word for word in args.words if "=" not in word]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,11 @@ def place_of_its_own(name: str | None, drafter: torch.device, ranks: int) -> tor
     if place.type == "cuda" and (place.index or 0) >= there:
         raise ValueError(f"target.device = {name}: this process sees {there} GPUs; take one of them, or leave it out")
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
+
+
+def current(place: torch.device) -> AbstractContextManager:
+    """Kernels start on the GPU that is current, wherever their tensors are."""
+    return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
 
 
 class Elsewhere:
@@ -66,7 +71,7 @@ class Elsewhere:
 
     def read(self, batch: PackedBatch) -> TargetFeatures:
         place = self.there.device
-        with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+        with current(place):
             features = self.there.read(_copy(batch, place)).features_BTF
         return TargetFeatures(features.to(self.device, non_blocking=True))
 
