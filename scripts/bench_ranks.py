@@ -74,7 +74,9 @@ class Job:
     began: float
 
     def end(self) -> None:
-        """Also what torchrun started, each in a session of its own."""
+        """Also what torchrun started, each in a session of its own. An id that is free again may be another's."""
+        if self.process.poll() is not None:
+            return
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
