@@ -51,9 +51,16 @@ PARTS = (
     "train",
     "evaluate",
 )
-LIMITS = dict.fromkeys(PARTS, 120) | {"alone": 150, "ddp": 180, "engines": 240, "parity": 150, "train": 300}
-# What DDP is built with, besides what the engine gives it.
-BUCKETS = {"ddp": {}, "ddp, buckets of 100 MiB": {"bucket_cap_mb": 100}, "ddp, static graph": {"static_graph": True}}
+LIMITS = dict.fromkeys(PARTS, 120) | {"alone": 150, "ddp": 200, "engines": 280, "parity": 150, "train": 300}
+# What DDP is built with, besides what the engine gives it; `nccl`: with a communicator of its own that has these options.
+FIRST = {"is_high_priority_stream": True}
+VARIANTS = {
+    "ddp": {},
+    "ddp, buckets of 100 MiB": {"bucket_cap_mb": 100},
+    "ddp, static graph": {"static_graph": True},
+    "ddp, exchange preferred": {"nccl": FIRST},
+    "ddp, exchange preferred, 8 blocks": {"nccl": FIRST | {"max_ctas": 8}},
+}
 STEPS, EVERY = 12, 4  # of the runs that are compared: their steps, and the steps between checkpoints
 # Of the first step's loss, and of any step's. A loss is a mean over more than 1,000 slots; in bf16 each rounds to 4e-3 of itself, so that two first
 # means agree to about 1e-4, in fp32 (6e-8) as sums in another order do. From then on AdamW makes whole steps even of gradients that are nothing
@@ -225,7 +232,8 @@ def measure(measurements: list[dict[str, Any]]) -> None:
     def built_with(more: dict[str, Any]) -> type:
         class Tuned(DistributedDataParallel):
             def __init__(self, *args: Any, **kwargs: Any):
-                super().__init__(*args, **kwargs | more)
+                given = {name: value for name, value in more.items() if name != "nccl"}
+                super().__init__(*args, **kwargs | given, process_group=communicator(more.get("nccl", {})))
 
         return Tuned
 
@@ -234,9 +242,8 @@ def measure(measurements: list[dict[str, Any]]) -> None:
         engine.DistributedDataParallel = built_with(m.get("ddp", {}))
         try:
             bench_step.one(m["argv"])
-        except (
-            Exception
-        ):  # what all ranks meet, such as a library that is not there, is no reason to measure nothing else
+        except Exception:
+            # What all ranks meet, such as a library that is not there, is no reason to measure nothing else.
             failed = True
             traceback.print_exc()
         gc.collect()
@@ -246,6 +253,19 @@ def measure(measurements: list[dict[str, Any]]) -> None:
     ranks.stop()
     if failed:
         raise SystemExit(1)
+
+
+def communicator(options: dict[str, Any]) -> Any:
+    """A process group of all ranks with these options of NCCL, or the one that there is: without options, and where no GPU is."""
+    import torch.distributed as dist
+
+    if not options or dist.get_backend() != "nccl":
+        return None
+    chosen = dist.ProcessGroupNCCL.Options()
+    chosen.is_high_priority_stream = options["is_high_priority_stream"]
+    if "max_ctas" in options:
+        chosen.config.max_ctas = options["max_ctas"]
+    return dist.new_group(pg_options=chosen)
 
 
 def argv(bench: Bench, shape: str, label: str, *overrides: str, ranks: int = 1) -> list[str]:
@@ -264,7 +284,7 @@ def by_ddp(bench: Bench) -> list[dict[str, Any]]:
     first, *others = bench.shapes
     engine = ["engine.kind=ddp"]
     several = [
-        {"argv": argv(bench, first, label, *engine, ranks=bench.ranks), "ddp": more} for label, more in BUCKETS.items()
+        {"argv": argv(bench, first, label, *engine, ranks=bench.ranks), "ddp": more} for label, more in VARIANTS.items()
     ]
     return several + [{"argv": argv(bench, shape, "ddp", *engine, ranks=bench.ranks)} for shape in others]
 
