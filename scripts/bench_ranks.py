@@ -487,11 +487,13 @@ def train(bench: Bench) -> None:
 def evaluate(bench: Bench) -> None:
     """Of the export, as it would be served. A verdict of the command (exit code 1) is a result."""
     run = bench.out / "trained"
-    job, verdict = bench.start("run", ["-m", "dflash_train.evaluate", str(run / "export")], gpu=bench.gpus[0]), "passed"
+    (run / "evaluation.json").unlink(missing_ok=True)
+    command = ["-m", "dflash_train.evaluate", str(run / "export"), *bench.overrides]
+    job, verdict = bench.start("run", command, gpu=bench.gpus[0]), "passed"
     try:
         bench.wait(job)
     except RuntimeError as error:
-        if job.process.poll() != 1 or not (run / "evaluation.json").exists():
+        if not (run / "evaluation.json").exists():
             raise
         verdict = str(error)
     written = json.loads((run / "evaluation.json").read_text())
