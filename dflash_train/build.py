@@ -34,6 +34,7 @@ from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.released.start import Start, derive
 from dflash_train.target import hf
+from dflash_train.target.elsewhere import Elsewhere, current, place_of_its_own
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info, weights_sample
 from dflash_train.types import Prompt, TargetInfo, TokenizedExample
@@ -212,19 +213,22 @@ def certify_rows(o: Outline, stream: RowStream) -> Certificate:
 def build_step(o: Outline, device: torch.device) -> DraftStep:
     """Target, drafter with its first weights, and objective on a device; the target's head is checked against its own logits."""
     attention_and_compile(o.recipe.engine, device)  # before the target, which takes long
-    target = HFTarget.load(o.recipe.target, o.target_path, o.spec.target_layer_ids, device)
+    place = place_of_its_own(o.recipe.target.device, device, ranks.world_size())
+    target = HFTarget.load(o.recipe.target, o.target_path, o.spec.target_layer_ids, place)
     return step_over(o, target, device)
 
 
 def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     """`build_step` with a target that is there."""
     spec, engine = o.spec, o.recipe.engine
-    target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
+    with current(target.device):
+        target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
+    placed = target if target.device == device else Elsewhere(target, device)
     drafter = Drafter(spec)
     if o.start:
         shared = o.start.load(drafter, o.recipe.train.seed)
         if shared:
-            o.start.check_shared(shared, target.embed(torch.arange(spec.vocab_size, device=device)), target.head_VH)
+            o.start.check_shared(shared, placed.embed(torch.arange(spec.vocab_size, device=device)), placed.head_VH)
         say(f"starting from {o.start.released.name} ({o.start.released.format}, weights {o.start_hash})")
     else:
         initialise(drafter, o.recipe.train.seed)
@@ -233,7 +237,7 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     if fuse:
         target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
-    return DraftStep(drafter, target, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
+    return DraftStep(drafter, placed, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
 
 
 def attention_and_compile(engine: EngineConfig, device: torch.device) -> tuple[bool, bool]:
@@ -435,7 +439,7 @@ def open_source(
     trained, wanted = o.spec.block_size, o.recipe.evaluate.block_sizes
     if max(wanted, default=0) > trained:
         raise ValueError(f"evaluate.block_sizes = {wanted}: each must be in [2, {trained}], the trained block")
-    o.start = None
+    o.start, o.recipe.target.device = None, None  # decoding wants target and drafter on one device
     module = build_step(o, device or ranks.start(o.recipe.engine.timeout_minutes))
     module.drafter.load_state_dict(state)
     module.eval()

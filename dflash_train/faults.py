@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from dflash_train.engine.guard import Skip
 from dflash_train.track import read_rows
 
 SKIPPED = "skipped.jsonl"
+GRACE = 3.0  # seconds in which the main thread may find out by itself that a rank is lost
 
 
 def skipped_rows(skip: Skip, stream: RowStream, world_size: int) -> dict[str, Any]:
@@ -80,8 +83,10 @@ def stopped_message(most: int, step: int) -> str:
 def one_voice() -> Iterator[None]:
     """Around a command that many ranks run: what all of them would say is said by rank 0 alone, and a rank that is lost is missed once.
 
-    Raises SystemExit instead of an error that is already reported, with the exit code that the error would have had.
+    Raises SystemExit instead of an error that is already reported, with the exit code that the error would have had. Where the main thread
+    waits for a GPU that waits for the lost rank, another thread says it and ends the process.
     """
+    ranks.watch(_end_without)
     try:
         yield
     except (ValueError, CheckFailed, OSError) as error:
@@ -95,15 +100,36 @@ def one_voice() -> Iterator[None]:
             raise
         # torchrun ends the ranks that are left as soon as it sees that one is gone; there is something to say first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # Its own error explains it better, if it could say one.
-        others = (r for r in range(ranks.world_size()) if r != ranks.rank())
-        if any(ranks.read_note("error", r, seconds=0.5) for r in others) or not ranks.first("lost"):
+        ranks.give_up()
+        if _known():
             raise SystemExit(1) from None
-        raise CheckFailed(
-            f"rank {ranks.rank()} lost contact with another rank ({str(error).splitlines()[0]}): it was killed, ran out of host memory or did not "
-            "answer within engine.timeout_minutes; what it said itself stands above. All ranks end; train.resume=true continues from the last "
-            "checkpoint, and torchrun --max-restarts=N does so without being asked"
-        ) from None
+        raise CheckFailed(_lost_message(str(error).splitlines()[0])) from None
+    finally:
+        ranks.watch(None)
+
+
+def _known() -> bool:
+    """Whether somebody says why a rank is lost: that rank, whose own error explains it better, or one that missed it before this one."""
+    others = (r for r in range(ranks.world_size()) if r != ranks.rank())
+    return any(ranks.read_note("error", r, seconds=0.5) for r in others) or not ranks.first("lost")
+
+
+def _lost_message(why: str) -> str:
+    return (
+        f"rank {ranks.rank()} lost contact with another rank ({why}): it was killed, ran out of host memory or did not "
+        "answer within engine.timeout_minutes; what it said itself stands above. All ranks end; train.resume=true continues from the last "
+        "checkpoint, and torchrun --max-restarts=N does so without being asked"
+    )
+
+
+def _end_without(why: str) -> None:
+    """A rank is lost; end this one if its main thread does not."""
+    time.sleep(GRACE)
+    if _known():
+        time.sleep(GRACE)  # it may be this rank that is about to say it
+    else:
+        print(f"failed: {_lost_message(why)}", file=sys.stderr, flush=True)
+    os._exit(1)  # nothing that is left can be waited for
 
 
 def _said_by_another(text: str) -> bool:

@@ -14,6 +14,7 @@ from dflash_train.drafter.model import Drafter, block_positions, block_token_ids
 from dflash_train.metrics import slot_metric
 from dflash_train.objective.loss import candidate_logits, leading_hits, linear_cross_entropy, selector_cross_entropy
 from dflash_train.target.base import Target
+from dflash_train.target.elsewhere import Elsewhere
 from dflash_train.types import LossReport, PackedBatch, TargetFeatures
 
 
@@ -97,6 +98,12 @@ class DraftStep(nn.Module):
             drafter = Drafter(self.drafter.spec)
         drafter.to_empty(device=self.target.device)
         return DraftStep(drafter, self.target, self.objective, flex=self.flex, dtype=self.dtype, fuse=self.fuse)
+
+    def together(self) -> DraftStep:
+        """This step with the target on the drafter's device, as decoding wants it."""
+        if isinstance(self.target, Elsewhere):
+            object.__setattr__(self, "target", self.target.come())
+        return self
 
     def forward(self, batch: PackedBatch, features: TargetFeatures, total_weight: torch.Tensor) -> LossReport:
         with self.autocast():  # here and not around an engine: DeepSpeed switches off what it finds

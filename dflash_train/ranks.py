@@ -1,9 +1,12 @@
-"""The only torch.distributed calls outside engine/: who am I, sum, barriers, broadcast."""
+"""The only torch.distributed calls outside engine/: who am I, sum, barriers, broadcast, and who is gone."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,6 +18,9 @@ PATIENCE = timedelta(days=7)
 
 _store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
 _host_group: dist.ProcessGroup | None = None  # for what the host decides: a GPU's queue need not be waited for
+_watch: _Watch | None = None
+_on_loss: Callable[[str], None] | None = None
+_lost = False  # a rank is: nothing may wait for the group any more
 
 
 def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
@@ -42,12 +48,55 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
         )
         _store = dist.PrefixStore("notes", store)
         _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)  # ranks evaluate for unequal times
+        if several and _on_loss is not None:
+            global _watch
+            _watch = _Watch(_on_loss)
     return device
 
 
 def stop() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the process group. Where an error ends this rank, others may never come to theirs, and taking the group down may wait for them:
+    not for long, then."""
+    global _watch
+    if not dist.is_initialized() or _lost:
+        return
+    if _watch is not None and not isinstance(sys.exception(), Exception):
+        _watch.goodbye()
+    _watch = None
+    ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    ending.start()
+    ending.join(timeout=10.0)
+
+
+def watch(on_loss: Callable[[str], None] | None) -> None:
+    """From the next `start` on, have this called in a thread of its own, with torch's word for it, when another rank is gone without a goodbye.
+
+    A main thread that waits for a GPU hears of nothing: the GPU waits for the lost rank, and no signal is handled in between.
+    """
+    global _on_loss
+    _on_loss = on_loss
+
+
+class _Watch:
+    """Every rank waits for the goodbye of the one behind it, in a group of its own; those are a ring, so a loss reaches all of them."""
+
+    def __init__(self, on_loss: Callable[[str], None]):
+        self.group, self.on_loss, self.leaving = dist.new_group(backend="gloo", timeout=PATIENCE), on_loss, False
+        self.thread = threading.Thread(target=self._wait, name="ranks", daemon=True)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        try:
+            dist.recv(torch.empty(1), src=(rank() + 1) % world_size(), group=self.group)
+        except Exception as error:
+            if not self.leaving:
+                self.on_loss(str(error).splitlines()[0])
+
+    def goodbye(self) -> None:
+        self.leaving = True
+        with suppress(RuntimeError):
+            dist.send(torch.empty(1), dst=(rank() - 1) % world_size(), group=self.group)
+        self.thread.join(timeout=5.0)
 
 
 def rank() -> int:
@@ -150,6 +199,12 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST)
     )
+
+
+def give_up() -> None:
+    """A rank is lost: from here on nothing is asked of the group, and its end is not waited for."""
+    global _lost
+    _lost = True
 
 
 def broadcast_object(value: Any) -> Any:

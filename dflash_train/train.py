@@ -182,7 +182,7 @@ def check_client(run: Run, exported: Path, weights: dict[str, torch.Tensor], fac
     config = run.recipe.evaluate
     if config.client is ClientCheck.off or not run.prompts:
         return None
-    step = run.engine.release()  # all is saved; a client needs the memory
+    step = run.engine.release().together()  # all is saved; a client needs the memory
     dtype = getattr(torch, run.recipe.export.precision.value)
     step.drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
     step.eval()

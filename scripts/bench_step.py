@@ -34,6 +34,7 @@ from dflash_train.feed import Feed
 from dflash_train.metrics import MetricWindow
 from dflash_train.objective.loss import decay, default_gamma
 from dflash_train.start import Counts, Run
+from dflash_train.target.elsewhere import place_of_its_own
 from dflash_train.target.hf import HFTarget, resolve_dtype
 from dflash_train.target.info import read_target_info
 from dflash_train.train import train_step
@@ -42,6 +43,7 @@ from dflash_train.types import TargetInfo, TokenizedExample
 # hidden, layers, query heads, key/value heads, head dim, MLP, vocabulary, tied
 PRESETS = {
     "tiny": (128, 8, 4, 2, 32, 384, 4096, True),
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, True),
     "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 151936, True),
     "qwen3-4b": (2560, 36, 32, 8, 128, 9728, 151936, True),
     "qwen3-8b": (4096, 36, 32, 8, 128, 12288, 151936, False),
@@ -93,7 +95,8 @@ def documents(args: argparse.Namespace, vocab: int, rows: int) -> list[Tokenized
 
 
 def build(args: argparse.Namespace, recipe: Recipe, device: torch.device) -> Run:
-    model, info = random_target(args.preset, recipe, device, args.target_layers, args.vocab)
+    place = place_of_its_own(recipe.target.device, device, ranks.world_size())
+    model, info = random_target(args.preset, recipe, place, args.target_layers, args.vocab)
     spec = resolve_spec(recipe.drafter, info)
     gamma = recipe.objective.loss_decay_gamma or default_gamma(spec.block_size)
     o = Outline(recipe=recipe, target_path="random", info=info, tokenizer=None, spec=spec, gamma=gamma)
@@ -163,18 +166,40 @@ def host_syncs(run: Run, step: int) -> int:
     return len(found)
 
 
-def profile(run: Run, step: int, path: Path) -> None:
-    """Kernels of one step by time, and how long none ran."""
+Kernel = tuple[float, float, str]  # began, ended (microseconds), name
+
+
+def kernels_of(run: Run, step: int) -> list[Kernel]:
+    """What the device ran in one step, by the time it began."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         train_step(run, step)
         torch.cuda.synchronize()
-    kernels = sorted(
+    return sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in found.events()
         if e.device_type == torch.autograd.DeviceType.CUDA
     )
+
+
+def exchange(kernels: list[Kernel]) -> tuple[float, float]:
+    """(milliseconds in which NCCL's kernels ran, milliseconds of these in which no other kernel did)."""
+    marks = sorted(
+        (at, change, "nccl" in name.lower()) for t0, t1, name in kernels for at, change in ((t0, 1), (t1, -1))
+    )
+    running, spent, bare, last = [0, 0], 0.0, 0.0, 0.0
+    for at, change, nccl in marks:
+        if running[True]:
+            spent += at - last
+            bare += 0.0 if running[False] else at - last
+        running[nccl] += change
+        last = at
+    return spent / 1000, bare / 1000
+
+
+def profile(kernels: list[Kernel], path: Path) -> None:
+    """Kernels of one step by time, and how long none ran."""
     by_name: dict[str, list[float]] = {}
     for began, ended, name in kernels:
         by_name.setdefault(name, []).append((ended - began) / 1000)
@@ -195,6 +220,8 @@ def profile(run: Run, step: int, path: Path) -> None:
 def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     device = ranks.start(recipe.engine.timeout_minutes)
     cuda = device.type == "cuda"
+    gpus = {device, place_of_its_own(recipe.target.device, device, ranks.world_size())} if cuda else set()
+    gpus = sorted(gpu.index for gpu in gpus)
     wait = torch.cuda.synchronize if cuda else lambda: None
     if cuda:
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1) if args.prefer_drafter else torch.cuda.default_stream())
@@ -213,7 +240,8 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     run.counts.restart()
     before = recompilations(), graphs()
     if cuda:
-        torch.cuda.reset_peak_memory_stats()
+        for i in gpus:
+            torch.cuda.reset_peak_memory_stats(i)
     whole, walls = Clock(device), time.perf_counter()
     for step in range(args.warmup, args.warmup + args.steps):
         with whole("step"):
@@ -237,8 +265,9 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "preset": args.preset,
         "overrides": args.overrides,
         "row_length": args.row_length,
+        "ranks": ranks.world_size(),
         "rows": recipe.train.global_batch_size,
-        "blocks": round(blocks, 1),
+        "blocks": round(blocks, 1),  # of one rank, as all figures
         "ms": round(statistics.median(times), 2),
         "ms_wall": round(1000 * walls, 2),
         "ms_host": round(1000 * host, 2),
@@ -251,6 +280,7 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "above_static_gib": round((peak - static_bytes(run)) / 2**30, 2),
         "build_s": round(built - began, 1),
         "first_step_s": round(first - built, 1),
+        "peak_gib_by_gpu": [round(torch.cuda.max_memory_allocated(i) / 2**30, 2) for i in gpus],
         "compile_s": round(compile_seconds() - known[1], 1),
         "graphs": graphs() - known[0],
         "recompilations_after_warmup": recompilations() - before[0] + graphs() - before[1],
@@ -260,8 +290,11 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     }
     if cuda:
         result["host_syncs"] = host_syncs(run, last + 1)
-        if args.profile:
-            profile(run, last + 2, Path(args.profile))
+        if args.profile or args.exchange:
+            kernels = kernels_of(run, last + 2)
+            result["nccl_ms"], result["nccl_alone_ms"] = (round(x, 2) for x in exchange(kernels))
+            if args.profile and ranks.is_rank0():
+                profile(kernels, Path(args.profile))
     return result
 
 
@@ -280,6 +313,7 @@ def main(argv: list[str]) -> int:
 
 
 def one(argv: list[str]) -> None:
+    """One measurement, printed by rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--row-length", type=int, default=4096)
@@ -303,6 +337,9 @@ def one(argv: list[str]) -> None:
         "--profile", help="file for the table of kernels of one step; slows what follows in the same process"
     )
     parser.add_argument(
+        "--exchange", action="store_true", help="also how long NCCL's kernels run, and how long alone, in one step"
+    )
+    parser.add_argument(
         "--rival", action="store_true", help="then time NeMo's step, its drafter compiled and not, and print both"
     )
     parser.add_argument("overrides", nargs="*", help="key=value of a recipe")
@@ -319,6 +356,8 @@ def one(argv: list[str]) -> None:
         ],
     )  # fmt: skip
     result = measure(args, recipe)
+    if not ranks.is_rank0():
+        return
     print("JSON " + json.dumps(result), flush=True)
     if args.json:
         with open(args.json, "a") as file:

@@ -126,6 +126,10 @@ class TargetConfig:
         """Weights and compute of the target: auto is bfloat16 on CUDA and float32 on CPU. Capture in the precision you serve. fp8: linear layers of the
         decoder in 8 bits, one scale per row of weights and of activations, the rest in bfloat16, while training and evaluating; regeneration and servers take bfloat16.""",
     )
+    device: str | None = knob(
+        None,
+        "A GPU of its own for the target while one process trains, such as cuda:1: it reads the next micro-batch there. Null: the drafter's.",
+    )
     attn_implementation: str = knob("sdpa", "Attention kernel of the target, as transformers names it.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the target. Off unless you read that code.")
 

@@ -72,6 +72,8 @@ def validate(recipe: Recipe, where: str) -> None:
     )
     rule = "only DeepSpeed offloads; set engine.kind=deepspeed_zero1 or deepspeed_zero2, or leave it out"
     need(recipe.engine.kind.is_deepspeed or not recipe.engine.offload, "engine.offload", recipe.engine.offload, rule)
+    rule = "decoding while training wants target and drafter on one GPU; leave it out, or set train.decode_every_steps=null"
+    need(recipe.target.device is None or t.decode_every_steps is None, "target.device", recipe.target.device, rule)
     _validate_data(recipe.data, where, need)
 
     need(

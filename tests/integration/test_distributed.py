@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_rows_that_ranks_cannot_share_evenly_are_mentioned(recipe, world_size, n
 def spoiled(path: Path, body: str) -> str:
     """A command that trains, with something happening before the forward of a micro-batch: `call` is its number on this rank."""
     path.write_text(f"""
-import os, signal, sys
+import ctypes, os, signal, sys
 from pathlib import Path
 import torch
 import dflash_train.train as training
@@ -205,3 +206,15 @@ run_command(training.main)
     done = torchrun(str(script), "-c", str(recipe), f"output_dir={tmp_path}/run", "evaluate.client=off")
     assert done.returncode != 0 and done.stderr.count("error: /its/file: Permission denied") == 1, done.stderr
     assert "lost contact" not in done.stderr and "SIGKILL" not in done.stderr, done.stderr
+
+
+def test_a_killed_rank_is_missed_by_a_rank_that_waits_for_its_device(recipe, tmp_path):
+    """As under NCCL, where the main thread hears neither signals nor closed connections while the GPU waits for the lost rank."""
+    body = """
+    if call == 3:
+        os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else ctypes.CDLL(None).sleep(100)"""
+    script = spoiled(tmp_path / "waiting.py", body)
+    began = time.monotonic()
+    done = torchrun(script, "-c", str(recipe), f"output_dir={tmp_path}/run", "engine.timeout_minutes=60")
+    assert done.returncode == 1 and done.stderr.count("failed: rank 0 lost contact with another rank") == 1, done.stderr
+    assert time.monotonic() - began < 28, "torchrun ended it, by its own time-out"
