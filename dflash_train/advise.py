@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import httpx
 import torch
 
 from dflash_train import disk
+from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
 from dflash_train.drafter.decode import DraftSlots
@@ -94,35 +94,19 @@ def geometric(tau: float, drafted: int, source: str) -> Acceptance:
     )
 
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([-+0-9.eE]+|NaN)\s*$", re.MULTILINE)
-
-
-def samples(text: str) -> dict[str, dict[str, float]]:
-    """Prometheus text -> {name without _total: {value of its `position` label, "" without one: sum over the other labels}}."""
-    found: dict[str, dict[str, float]] = {}
-    for name, labels, value in _SAMPLE.findall(text):
-        at = re.search(r'position="([^"]*)"', labels or "")
-        cell = found.setdefault(name.removesuffix("_total"), {})
-        key = at[1] if at else ""
-        cell[key] = cell.get(key, 0.0) + float(value)
-    return found
-
-
 def of_metrics(text: str, source: str, drafted: int | None) -> Acceptance:
     """Acceptance from a server's /metrics: vLLM's counters per position (ours have the same names), or SGLang's mean.
 
     drafted: K - 1, needed where only a mean is known. Raises ValueError where the server did not draft.
     """
-    found = samples(text)
-    drafts = found.get("vllm:spec_decode_num_drafts", {}).get("", 0.0)
+    counts = counters.parse(text)
+    spec = {match[2]: value for name, value in counts.values.items() if (match := counters.SPEC.match(name))}
+    drafts, tau = spec.get("drafts", 0.0), counts.values.get(counters.GAUGE, 0.0)
+    if drafts and counts.per_position:
+        slots = tuple(counts.per_position[at] / drafts for at in sorted(counts.per_position))
+        return Acceptance(slots=slots, source=source)
     if drafts:
-        by_slot = found.get("vllm:spec_decode_num_accepted_tokens_per_pos", {})
-        slots = tuple(by_slot[key] / drafts for key in sorted((k for k in by_slot if k.isdecimal()), key=int))
-        if slots:
-            return Acceptance(slots=slots, source=source)
-        tau = 1 + found.get("vllm:spec_decode_num_accepted_tokens", {}).get("", 0.0) / drafts
-    else:
-        tau = found.get("sglang:spec_accept_length", {}).get("", 0.0)
+        tau = 1 + spec.get("accepted_tokens", 0.0) / drafts
     if not tau:
         raise ValueError(
             f"{source}: its metrics count no draft; the server drafts nothing, or has answered nothing yet"
