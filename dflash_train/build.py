@@ -385,8 +385,8 @@ def open_drafter(
     The settings are those of the run's own recipe, or of `config`, changed by the overrides.
     """
     folder, own = locate(source)
-    if config is None and own is None:
-        raise ValueError(f"{source}: no recipe beside it; name one with -c")
+    if config is None and own is None and not any(text.startswith("target.path=") for text in overrides):
+        raise ValueError(f"{source}: no recipe beside it; name one with -c, or the target")
     recipe = load_recipe(config or own, overrides)
     if (folder / "state.json").exists():
         saved = read_state(folder)
@@ -427,14 +427,16 @@ def open_drafter(
     return o, {k: v.float() for k, v in state.items()}, folder, step
 
 
-def open_source(source: str, config: str | None, overrides: list[str]) -> OpenedRun:
-    """A run, checkpoint or export with the target of its recipe (or of `config`), ready for evaluation."""
+def open_source(
+    source: str, config: str | None, overrides: list[str], *, device: torch.device | None = None
+) -> OpenedRun:
+    """A run, checkpoint or export with the target of its recipe (or of `config`), ready for evaluation, on this rank's device or another."""
     o, state, folder, step = open_drafter(source, config, overrides)
     trained, wanted = o.spec.block_size, o.recipe.evaluate.block_sizes
     if max(wanted, default=0) > trained:
         raise ValueError(f"evaluate.block_sizes = {wanted}: each must be in [2, {trained}], the trained block")
     o.start = None
-    module = build_step(o, ranks.start(o.recipe.engine.timeout_minutes))
+    module = build_step(o, device or ranks.start(o.recipe.engine.timeout_minutes))
     module.drafter.load_state_dict(state)
     module.eval()
     return OpenedRun(

@@ -148,9 +148,9 @@ def _together(
         slots = Slots(step.target.model, stop_ids, **shape)
         plain_answers, plain_seconds = _run(slots, requests, None)
         del slots
-    fast_slots = SpeculativeSlots(step, stop_ids, **shape, block_size=block_size, sampling=sampling)
+    fast_slots = SpeculativeSlots(step, stop_ids, **shape, block_size=block_size)
     fast, seconds = _run(fast_slots, requests, progress)
-    cost = fast_slots.cost()
+    cost = fast_slots.cost(sampled=config.temperature > 0)
     results = [
         _result(step, prompt, answer, config, block_size, plain_answers[i].token_ids if plain_answers else None)
         for i, (prompt, answer) in enumerate(zip(prompts, fast, strict=True))
@@ -160,7 +160,7 @@ def _together(
 
 def _run(slots: Slots, requests: list[Request], progress: Progress | None) -> tuple[list[Any], float]:
     """(answers in order, seconds without the capture of graphs)."""
-    slots.warm_up()
+    slots.warm_up(sampled=any(request.temperature > 0 for request in requests))
     started = time.perf_counter()
     for key, request in enumerate(requests):
         slots.submit(key, request)

@@ -38,11 +38,12 @@ class CandidateSelector(nn.Module):
         candidates_BSC: torch.Tensor,
         anchors_B: torch.Tensor,
         uniform_BS: torch.Tensor | None = None,
-        temperature: float = 0.0,
+        temperature: float | torch.Tensor = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Path (B, S) through the candidates of S drafted slots, from the anchor on, and the probabilities (B, S, C) it was drawn from.
 
-        Greedy without `uniform_BS` (draws in [0, 1)); else slot by slot from softmax(scores / temperature).
+        Greedy without `uniform_BS` (draws in [0, 1)); else slot by slot from softmax(scores / temperature). As a tensor (B,) the temperature
+        is each row's own, and 0 is greedy.
         """
         previous, path, probs = anchors_B, [], []
         for s in range(hidden_BSH.shape[1]):
@@ -55,13 +56,22 @@ class CandidateSelector(nn.Module):
 
 
 def choose(
-    scores_BC: torch.Tensor, uniform_B: torch.Tensor | None, temperature: float
+    scores_BC: torch.Tensor, uniform_B: torch.Tensor | None, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(index of the chosen candidate (B,), probabilities (B, C) it was drawn from; one-hot where it is the best one)."""
     if uniform_B is None:
-        choice = scores_BC.argmax(-1)
-        return choice, torch.nn.functional.one_hot(choice, scores_BC.shape[-1]).to(scores_BC.dtype)
+        return _best(scores_BC)
+    if isinstance(temperature, torch.Tensor):
+        greedy_B = temperature == 0
+        drawn = choose(scores_BC / torch.where(greedy_B, 1.0, temperature)[:, None], uniform_B, 1.0)
+        best = _best(scores_BC)
+        return torch.where(greedy_B, best[0], drawn[0]), torch.where(greedy_B[:, None], best[1], drawn[1])
     probs = (scores_BC / temperature).softmax(-1)
     sums = probs.cumsum(-1)
     choice = (sums <= uniform_B[:, None] * sums[:, -1:]).sum(-1).clamp(max=scores_BC.shape[-1] - 1)
     return choice, probs
+
+
+def _best(scores_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    choice_B = scores_BC.argmax(-1)
+    return choice_B, torch.nn.functional.one_hot(choice_B, scores_BC.shape[-1]).to(scores_BC.dtype)

@@ -12,6 +12,7 @@ class Request:
 
     `messages` with `tools` and `chat_template_kwargs` are what a server renders itself; `prompt_ids` is our rendering of the same, with the
     generation prompt. At most `max_new_tokens` are generated. temperature 0 is greedy; top_k 0 is all. `seed` decides the sample.
+    ignore_eos: stop tokens do not end it (where it is decoded in this process).
     """
 
     messages: list[dict[str, Any]]
@@ -21,6 +22,7 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    ignore_eos: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     extra_body: dict[str, Any] = field(default_factory=dict)

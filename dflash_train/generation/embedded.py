@@ -10,10 +10,9 @@ import torch
 from dflash_train.config.schema import Recipe
 from dflash_train.generation.base import Answer, Decoded, Request
 from dflash_train.generation.padded import decode
-from dflash_train.generation.slots import Slots, difference_from_plain, slots_that_fit
+from dflash_train.generation.slots import Slots, slots_that_fit, why_no_slots
 from dflash_train.target.hf import load_model, stop_ids
 from dflash_train.target.info import read_target_info
-from dflash_train.target.varlen import TOLERANCE, enable_varlen
 
 MOST_SLOTS = 2048
 
@@ -106,19 +105,11 @@ class Embedded:
 
 
 def _slots_that_fit(model: Any, length: int, most: int | None) -> tuple[int, str | None]:
-    """(number of slots, None), or (0, why this target cannot be decoded in them). Checks the numbers against the ordinary forward."""
-    why_not = enable_varlen(model)
+    """(number of slots, None), or (0, why this target cannot be decoded in them)."""
+    why_not = why_no_slots(model)
     if why_not is not None:
         return 0, why_not
-    try:
-        difference = difference_from_plain(model, model.get_input_embeddings().num_embeddings)
-        fit = slots_that_fit(model, length)
-    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-        model.set_attn_implementation("sdpa")
-        return 0, f"this target does not run in them ({type(error).__name__}: {str(error).splitlines()[0]})"
-    if not difference < TOLERANCE:
-        model.set_attn_implementation("sdpa")
-        return 0, f"their logits differ from the ordinary forward's by {difference:.1e}"
+    fit = slots_that_fit(model, length)
     if fit < 1:
         return 0, f"the memory does not hold one slot of regenerate.max_length = {length} tokens"
     return min(fit, most or MOST_SLOTS), None

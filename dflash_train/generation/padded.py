@@ -63,7 +63,9 @@ def decode(model: Any, requests: list[Request], stop_ids: set[int]) -> list[Deco
         for row, token in zip(rows, next_B.tolist(), strict=True):
             if live[row]:
                 answers[row].append(token)
-                live[row] = token not in stop_ids and len(answers[row]) < requests[row].max_new_tokens
+                live[row] = (
+                    not ends(requests[row], token, stop_ids) and len(answers[row]) < requests[row].max_new_tokens
+                )
         left = [i for i, row in enumerate(rows) if live[row]]
         if not left:
             break
@@ -75,7 +77,13 @@ def decode(model: Any, requests: list[Request], stop_ids: set[int]) -> list[Deco
             cache.batch_select_indices(index)
             input_BT, mask_BT, position_BT = input_BT[index], mask_BT[index], position_BT[index]
             rows = [rows[i] for i in left]
-    return [Decoded(ids, "stop" if ids[-1] in stop_ids else "length") for ids in answers]
+    reasons = ["stop" if ends(r, ids[-1], stop_ids) else "length" for r, ids in zip(requests, answers, strict=True)]
+    return [Decoded(ids, reason) for ids, reason in zip(answers, reasons, strict=True)]
+
+
+def ends(request: Request, token: int, stop_ids: set[int]) -> bool:
+    """Whether an answer stops at this token."""
+    return token in stop_ids and not request.ignore_eos
 
 
 def sampling_tensors(requests: list[Request], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,9 +17,9 @@ from torch import nn
 
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.generation.base import Decoded, Request
-from dflash_train.generation.padded import sampling_tensors
+from dflash_train.generation.padded import ends, sampling_tensors
 from dflash_train.kernels.sample import sample
-from dflash_train.target.varlen import NO_MASK_SHAPE
+from dflash_train.target.varlen import NO_MASK_SHAPE, TOLERANCE, enable_varlen
 
 PERIOD = 8
 PREFILL_TOKENS = 16384
@@ -51,19 +51,46 @@ class SlotCache:
 @dataclass
 class _Occupant:
     key: int
+    request: Request
     since: int  # the first period that this occupant takes part in
 
 
+@dataclass
+class _Snapshot:
+    """What a period left behind, on its way to the host: per slot whether it is done, and where answers are streamed how many tokens it
+    has said, how many of them are told already, and those that are not."""
+
+    period: int
+    flags: torch.Tensor
+    news: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    event: torch.cuda.Event | None
+
+
 class Slots:
-    """Decodes requests of at most `length` tokens, prompt and answer together, and `max_new` of answer."""
+    """Decodes requests of at most `length` tokens, prompt and answer together, and `max_new` of answer.
+
+    period: steps between two looks of the host. smallest: fewest slots that a step is made for. streaming: `take_news` says what came.
+    """
 
     ahead = 0  # places behind `length` that a step may write to
     draws = 1  # uniform draws per step at a temperature
+    most_per_step = 1  # tokens of one slot
+    greedy_apart = False  # whether a step in which every request is greedy has a graph of its own
 
     def __init__(
-        self, model: nn.Module, stop_ids: set[int], *, slots: int, length: int, max_new: int, graphs: bool = True
+        self,
+        model: nn.Module,
+        stop_ids: set[int],
+        *,
+        slots: int,
+        length: int,
+        max_new: int,
+        graphs: bool = True,
+        period: int = PERIOD,
+        smallest: int = SMALLEST,
+        streaming: bool = False,
     ):
-        self.stop_ids = stop_ids
+        self.stop_ids, self.steps_per_period, self.smallest, self.streaming = stop_ids, period, smallest, streaming
         self.model, self.length_limit, self.max_new = model, length, max_new
         self.stride = length + self.ahead
         self.device = next(model.parameters()).device
@@ -71,10 +98,11 @@ class Slots:
         self.use_graphs = graphs and self.device.type == "cuda"
         count = slots + 1
         new = lambda dtype, *shape: torch.zeros(count, *shape, dtype=dtype, device=self.device)  # noqa: E731
-        self.token, self.length, self.count, self.limit = (new(torch.long) for _ in range(4))
+        self.token, self.length, self.count, self.limit, self.told = (new(torch.long) for _ in range(5))
         self.temperature, self.top_p, self.top_k = new(torch.float32), new(torch.float32), new(torch.long)
         self.uniform, self.out = new(torch.float32, max_new * self.draws), new(torch.int32, max_new + 1)
         self.done = torch.ones(count, dtype=torch.bool, device=self.device)
+        self.endless = new(torch.bool)
         self.stop = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.device)
         self.no_mask = torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device)
         self.cache = SlotCache(count, self.stride)
@@ -82,8 +110,9 @@ class Slots:
         self.free = list(range(slots - 1, -1, -1))
         self.waiting: deque[tuple[int, Request]] = deque()
         self.period = 0
-        self.snapshots: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.snapshots: deque[_Snapshot] = deque()
+        self.news: list[tuple[int, list[int]]] = []
+        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.capture_seconds = 0.0
@@ -98,6 +127,22 @@ class Slots:
         assert request.max_new_tokens <= self.max_new
         self.waiting.append((key, request))
 
+    def cancel(self, key: int) -> bool:
+        """End a request now. True if it had not begun; else `advance` still returns what it has said, as it does of all others."""
+        for item in self.waiting:
+            if item[0] == key:
+                self.waiting.remove(item)
+                return True
+        for slot, occupant in enumerate(self.occupants):
+            if occupant is not None and occupant.key == key:
+                self.done[slot] = True
+        return False
+
+    def take_news(self) -> list[tuple[int, list[int]]]:
+        """(key, tokens) said since the last call, in order; also of answers that `advance` has returned. Only with `streaming`."""
+        news, self.news = self.news, []
+        return news
+
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Decoded]]:
         """Fill free slots, start a period, and return the answers that the period before it finished; may be none yet."""
@@ -106,7 +151,7 @@ class Slots:
         running = any(occupant is not None for occupant in self.occupants)
         if running:
             self._run_period()
-            if begin is not None:
+            if begin is not None and not self.streaming:  # a server runs for weeks
                 self.spans.append((begin, self._mark()))
         return self._harvest() if len(self.snapshots) > (running and begin is not None) else []
 
@@ -174,10 +219,11 @@ class Slots:
         self.out[slot_N, column_N] = torch.where(done_N, self.out[slot_N, column_N], next_N.int())
         count_N = count_N + ~done_N
         self.token[slot_N], self.count[slot_N] = next_N, count_N
-        stopped_N = (next_N[:, None] == self.stop).any(-1)
+        stopped_N = (next_N[:, None] == self.stop).any(-1) & ~self.endless[slot_N]
         self.done[slot_N] = done_N | stopped_N | (count_N >= self.limit[slot_N])
 
-    def _step(self, slot_N: torch.Tensor) -> None:
+    def _step(self, slot_N: torch.Tensor, sampled: bool) -> None:
+        """One step of these slots; sampled: some of them may have a temperature."""
         logits_NV = self._decode(slot_N)
         self.length[slot_N] = self.length[slot_N] + ~self.done[slot_N]
         self._emit(slot_N, logits_NV)
@@ -208,7 +254,7 @@ class Slots:
                     break
                 self.waiting.popleft()
                 slot = self.free.pop()
-                self.occupants[slot] = _Occupant(key, self.period)
+                self.occupants[slot] = _Occupant(key, request, self.period)
                 slots.append(slot)
                 requests.append(request)
                 tokens += len(request.prompt_ids)
@@ -217,21 +263,27 @@ class Slots:
     def _seat(self, slots: list[int], requests: list[Request]) -> None:
         lengths = torch.tensor([len(request.prompt_ids) for request in requests])
         limits = torch.tensor([request.max_new_tokens for request in requests])
+        endless = torch.tensor([request.ignore_eos for request in requests])
+        sampling = sampling_tensors(requests, torch.device("cpu"))
+        slot_N, length_N, limit_N, endless_N, temperature_N, top_p_N, top_k_N = self._put(
+            torch.tensor(slots), lengths, limits, endless, *sampling
+        )
+        logits_NV = self._prefill(slots, requests)
+        self._clear(slot_N)
+        self.length[slot_N], self.limit[slot_N], self.endless[slot_N] = length_N, limit_N, endless_N
+        self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N] = temperature_N, top_p_N, top_k_N
+        self.count[slot_N], self.told[slot_N], self.done[slot_N] = 0, 0, False
+        if any(request.temperature > 0 for request in requests):
+            (self.uniform[slot_N],) = self._put(self._draws_of(requests))
+        self._emit(slot_N, logits_NV)
+
+    def _draws_of(self, requests: list[Request]) -> torch.Tensor:
         draws = torch.zeros(len(requests), self.max_new * self.draws)
         for row, request in zip(draws, requests, strict=True):
             if request.temperature > 0:
                 count = request.max_new_tokens * self.draws
                 row[:count] = torch.rand(count, generator=torch.Generator().manual_seed(request.seed))
-        sampling = sampling_tensors(requests, torch.device("cpu"))
-        slot_N, length_N, limit_N, uniform_NT, temperature_N, top_p_N, top_k_N = self._put(
-            torch.tensor(slots), lengths, limits, draws, *sampling
-        )
-        logits_NV = self._prefill(slots, requests)
-        self._clear(slot_N)
-        self.length[slot_N], self.limit[slot_N], self.uniform[slot_N] = length_N, limit_N, uniform_NT
-        self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N] = temperature_N, top_p_N, top_k_N
-        self.count[slot_N], self.done[slot_N] = 0, False
-        self._emit(slot_N, logits_NV)
+        return draws
 
     def _clear(self, slot_N: torch.Tensor) -> None:
         """Reset what a variant keeps per slot."""
@@ -239,80 +291,99 @@ class Slots:
     def _sizes(self) -> list[int]:
         """Numbers of slots that a step is made for, falling: all, half of them, and so on."""
         sizes = [self.slots]
-        while sizes[-1] // 2 >= SMALLEST:
+        while sizes[-1] // 2 >= self.smallest:
             sizes.append(sizes[-1] // 2)
         return sizes
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Capture all graphs now."""
+    def warm_up(self, sampled: bool = False) -> None:
+        """Capture all graphs now, for greedy requests or for others."""
         for size in self._sizes() if self.use_graphs else []:
-            self._graph(size)
+            self._graph(size, sampled)
 
     def _run_period(self) -> None:
         taken = [slot for slot, occupant in enumerate(self.occupants) if occupant is not None]
+        sampled = any(occupant is not None and occupant.request.temperature > 0 for occupant in self.occupants)
         size = next(size for size in reversed(self._sizes()) if size >= len(taken))
         chosen = torch.tensor(taken + [self.scratch] * (size - len(taken)))
         (slot_N,) = self._put(chosen)
         if self.use_graphs:
-            graph, static_N = self._graph(size)
+            graph, static_N = self._graph(size, sampled)
             static_N.copy_(slot_N, non_blocking=True)
-            for _ in range(PERIOD):
+            for _ in range(self.steps_per_period):
                 graph.replay()
         else:
-            for _ in range(PERIOD):
-                self._step(slot_N)
-        flags = torch.empty(self.slots, dtype=torch.bool, pin_memory=self.device.type == "cuda")
-        flags.copy_(self.done[: self.slots], non_blocking=True)
-        self.snapshots.append((self.period, flags, self._mark()))
+            for _ in range(self.steps_per_period):
+                self._step(slot_N, sampled)
+        flags, news = self._to_host(self.done), self._not_told() if self.streaming else None
+        self.snapshots.append(_Snapshot(self.period, flags, news, self._mark()))
         self.period += 1
 
-    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of every slot's values that is there once an event behind it has come."""
+        copy = torch.empty(self.slots, *values.shape[1:], dtype=values.dtype, pin_memory=self.device.type == "cuda")
+        return copy.copy_(values[: self.slots], non_blocking=True)
+
+    def _not_told(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        most = self.steps_per_period * self.most_per_step + 1  # and the token that the prompt gave
+        columns = (self.told[:, None] + torch.arange(most, device=self.device)).clamp(max=self.max_new)
+        news = tuple(self._to_host(x) for x in (self.told, self.count, self.out.gather(1, columns)))
+        self.told.copy_(self.count)
+        return news
+
+    def _graph(self, size: int, sampled: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """The step for so many slots, captured when it is first wanted."""
-        if size not in self.graphs:
+        sampled = sampled or not self.greedy_apart
+        if (size, sampled) not in self.graphs:
             started = time.monotonic()
             static_N = torch.full((size,), self.scratch, dtype=torch.long, device=self.device)
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
-                self._step(static_N)  # on the scratch slot, which is done: nothing changes
+                self._step(static_N, sampled)  # on the scratch slot, which is done: nothing changes
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                self._step(static_N)
-            self.graphs[size] = graph, static_N
+                self._step(static_N, sampled)
+            self.graphs[size, sampled] = graph, static_N
             self.capture_seconds += time.monotonic() - started
-        return self.graphs[size]
+        return self.graphs[size, sampled]
 
     def _harvest(self) -> list[tuple[int, Decoded]]:
         if not self.snapshots:
             return []
-        period, flags, event = self.snapshots.popleft()
-        if event is not None:
-            event.synchronize()
-        finished = [
-            slot
-            for slot in flags.nonzero()[:, 0].tolist()
-            if (occupant := self.occupants[slot]) is not None and occupant.since <= period
-        ]
+        snapshot = self.snapshots.popleft()
+        if snapshot.event is not None:
+            snapshot.event.synchronize()
+        theirs = {
+            slot: occupant
+            for slot, occupant in enumerate(self.occupants)
+            if occupant is not None and occupant.since <= snapshot.period
+        }
+        if snapshot.news is not None:
+            told, count, tokens = (x.tolist() for x in snapshot.news)
+            self.news += [
+                (occupant.key, tokens[slot][: count[slot] - told[slot]])
+                for slot, occupant in theirs.items()
+                if count[slot] > told[slot]
+            ]
+        finished = [slot for slot in snapshot.flags.nonzero()[:, 0].tolist() if slot in theirs]
         if not finished:
             return []
-        columns = self._fetch(finished, event)
+        columns = self._fetch(finished, snapshot.event)
         answers = []
         for slot, *values in zip(finished, *columns, strict=True):
-            occupant = self.occupants[slot]
-            assert occupant is not None
             self.occupants[slot] = None
             self.free.append(slot)
-            answers.append((occupant.key, self._decoded(*values)))
+            answers.append((theirs[slot].key, self._decoded(theirs[slot].request, *values)))
         return answers
 
     def _results(self) -> tuple[torch.Tensor, ...]:
         """Per slot, what `_decoded` is given."""
         return self.out, self.count
 
-    def _decoded(self, ids: list[int], count: int) -> Decoded:
-        return Decoded(ids[:count], "stop" if ids[count - 1] in self.stop_ids else "length")
+    def _decoded(self, request: Request, ids: list[int], count: int) -> Decoded:
+        return Decoded(ids[:count], "stop" if ends(request, ids[count - 1], self.stop_ids) else "length")
 
     def _fetch(self, slots: list[int], event: torch.cuda.Event | None) -> list[list[Any]]:
         """Results of slots that are done; their state does not change any more, so another stream may read it."""
@@ -341,6 +412,24 @@ def slots_that_fit(model: nn.Module, length: int, draft: DrafterSpec | None = No
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(0.8 * free / (per_token * length)) - 1
+
+
+def why_no_slots(model: nn.Module) -> str | None:
+    """Make a target ready for slots, and check the numbers that they give against its ordinary forward; else why it cannot be decoded in them."""
+    why_not = enable_varlen(model)
+    if why_not is not None:
+        return why_not
+    try:
+        difference = difference_from_plain(model, model.get_input_embeddings().num_embeddings)
+        cache_bytes_per_token(model)
+    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        why_not = f"this target does not run in them ({type(error).__name__}: {str(error).splitlines()[0]})"
+    else:
+        if difference < TOLERANCE:
+            return None
+        why_not = f"their logits differ from the ordinary forward's by {difference:.1e}"
+    model.set_attn_implementation("sdpa")
+    return why_not
 
 
 @torch.inference_mode()

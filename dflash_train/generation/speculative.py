@@ -33,7 +33,7 @@ def propose(
         unary = transform_logits(unary, spec.output_multiplier, spec.final_logit_softcapping)
         if selector is None:
             return Draft(candidates[..., 0], candidates, torch.ones_like(unary))
-        uniform = uniform_NS if sampling.temperature > 0 else None
+        uniform = None if sampling.greedy else uniform_NS
         path, probs = selector.walk(hidden_NSH, unary, candidates, anchors_N, uniform, sampling.temperature)
         return Draft(path, candidates, probs)
 
@@ -48,7 +48,9 @@ def served_copy(drafter: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class SpeculativeSlots(Slots):
-    """Slots whose step is a round of drafting and verifying. All requests are sampled alike; `block_size` may be below the trained one."""
+    """Slots whose step is a round of drafting and verifying; `block_size` may be below the trained one. `more`: as of Slots."""
+
+    greedy_apart = True  # filtering the logits of a whole block takes long
 
     def __init__(
         self,
@@ -59,14 +61,13 @@ class SpeculativeSlots(Slots):
         length: int,
         max_new: int,
         block_size: int | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008  (immutable)
-        graphs: bool = True,
+        **more: Any,
     ):
         self.block_size = step.drafter.spec.block_size if block_size is None else block_size
-        self.ahead, self.sampling = self.block_size, sampling
-        self.draws = draws_per_round(self.block_size) if sampling.temperature > 0 else 1
+        self.ahead = self.most_per_step = self.block_size
+        self.draws = draws_per_round(self.block_size)
         target = step.target
-        super().__init__(target.model, stop_ids, slots=slots, length=length, max_new=max_new, graphs=graphs)
+        super().__init__(target.model, stop_ids, slots=slots, length=length, max_new=max_new, **more)
         self.step_module = copy.copy(step)
         self.step_module._modules = {"drafter": served_copy(step.drafter, step.dtype)}
         self.target = target
@@ -85,9 +86,13 @@ class SpeculativeSlots(Slots):
     def _results(self) -> tuple[torch.Tensor, ...]:
         return self.out, self.count, self.gains, self.accepted, self.cycles
 
-    def _decoded(self, ids: list[int], count: int, *rounds: Any) -> Decoded:
+    def _decoded(self, request: Request, ids: list[int], count: int, *rounds: Any) -> Decoded:
         gains, accepted, cycles = rounds
-        return super()._decoded(ids, count)._replace(rounds=tuple(gains[:cycles]), accepted=tuple(accepted[:cycles]))
+        return (
+            super()
+            ._decoded(request, ids, count)
+            ._replace(rounds=tuple(gains[:cycles]), accepted=tuple(accepted[:cycles]))
+        )
 
     def _prefill(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
         self.target.clear()
@@ -99,17 +104,18 @@ class SpeculativeSlots(Slots):
             self.drafts.extend(features, positions, self.cache.places)
         return logits
 
-    def _step(self, slot_N: torch.Tensor) -> None:
+    def _step(self, slot_N: torch.Tensor, sampled: bool) -> None:
         N, S = len(slot_N), self.block_size
         length_N, count_N, cycle_N = self.length[slot_N], self.count[slot_N], self.cycles[slot_N]
         begins_N, anchor_N, done_N = slot_N * self.stride, self.token[slot_N], self.done[slot_N]
         # A block never reaches past the token budget.
         slots_N = (self.limit[slot_N] - count_N + 1).clamp(1, S)
-        uniform_NU = None
-        if self.sampling.temperature > 0:
+        uniform_NU, sampling = None, Sampling()
+        if sampled:
+            sampling = Sampling(self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N])
             first = (1 + cycle_N * self.draws).clamp(max=self.uniform.shape[1] - self.draws)
             uniform_NU = self.uniform[slot_N[:, None], first[:, None] + torch.arange(self.draws, device=self.device)]
-        draft = self._draft(anchor_N, begins_N, length_N, slots_N, uniform_NU)
+        draft = self._draft(anchor_N, begins_N, length_N, slots_N, sampling, uniform_NU)
 
         positions_NS = length_N[:, None] + torch.arange(S, device=self.device)
         self.cache.places = (begins_N[:, None] + positions_NS).flatten()
@@ -131,9 +137,9 @@ class SpeculativeSlots(Slots):
             # The rows of refused tokens are overwritten by the next round before anything sees them.
             self.drafts.extend(features, positions_NS.view(1, N * S), self.cache.places)
 
-        tokens_NS, accepted_N = verify(logits_NSV, draft, slots_N, self.sampling, uniform_NU)
+        tokens_NS, accepted_N = verify(logits_NSV, draft, slots_N, sampling, uniform_NU)
         gained_N = torch.minimum(accepted_N + 1, self.limit[slot_N] - count_N)
-        stops_NS = (tokens_NS[:, :, None] == self.stop).any(-1)
+        stops_NS = (tokens_NS[:, :, None] == self.stop).any(-1) & ~self.endless[slot_N][:, None]
         first_stop_N = torch.where(stops_NS.any(1), stops_NS.int().argmax(1), S)
         gained_N = torch.minimum(gained_N, first_stop_N + 1)
         gained_N = torch.where(done_N, 0, gained_N)
@@ -142,11 +148,11 @@ class SpeculativeSlots(Slots):
         self.done[slot_N] = done_N | (first_stop_N < gained_N) | (count_N + gained_N >= self.limit[slot_N])
 
     @torch.inference_mode()
-    def cost(self, repeats: int = 20) -> dict[str, float]:
+    def cost(self, sampled: bool = False, repeats: int = 20) -> dict[str, float]:
         """Milliseconds of a cycle of all slots, and of the drafting in it, as replayed from graphs; empty where there are none."""
         if not self.use_graphs:
             return {}
-        self.warm_up()
+        whole, _ = self._graph(self.slots, sampled)
         slot_N = torch.full((self.slots,), self.scratch, dtype=torch.long, device=self.device)
         arguments = (
             self.token[slot_N],
@@ -154,13 +160,16 @@ class SpeculativeSlots(Slots):
             self.length[slot_N],
             self.length[slot_N] * 0 + self.block_size,
         )
-        uniform_NU = torch.rand(self.slots, self.draws, device=self.device) if self.sampling.temperature > 0 else None
+        uniform_NU, sampling = None, Sampling()
+        if sampled:
+            uniform_NU = torch.rand(self.slots, self.draws, device=self.device)
+            sampling = Sampling(self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N])
         drafting = torch.cuda.CUDAGraph()
-        self._draft(*arguments, uniform_NU)
+        self._draft(*arguments, sampling, uniform_NU)
         with torch.cuda.graph(drafting, pool=self.pool):
-            self._draft(*arguments, uniform_NU)
+            self._draft(*arguments, sampling, uniform_NU)
         milliseconds = []
-        for graph in (self.graphs[self.slots][0], drafting):
+        for graph in (whole, drafting):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             graph.replay()
             begin.record()
@@ -177,6 +186,7 @@ class SpeculativeSlots(Slots):
         begins_N: torch.Tensor,
         length_N: torch.Tensor,
         slots_N: torch.Tensor,
+        sampling: Sampling,
         uniform_NU: torch.Tensor | None,
     ) -> Draft:
         N, S, step = len(anchor_N), self.block_size, self.step_module
@@ -185,7 +195,7 @@ class SpeculativeSlots(Slots):
         with step.autocast():
             hidden = self.drafts.hidden(step.embed(ids_NS).view(1, N * S, -1), begins_N, length_N, slots_N)
         uniform_NS = None if uniform_NU is None else uniform_NU[:, : S - 1]
-        return propose(step, hidden.view(N, S, -1)[:, 1:], anchor_N, self.sampling, uniform_NS)
+        return propose(step, hidden.view(N, S, -1)[:, 1:], anchor_N, sampling, uniform_NS)
 
     def _keep(
         self,

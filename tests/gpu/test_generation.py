@@ -17,7 +17,6 @@ from dflash_train.drafter.model import Drafter
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, difference_from_plain
 from dflash_train.generation.speculative import SpeculativeSlots
-from dflash_train.generation.verify import Sampling
 from dflash_train.kernels.sample import filter_kernel, filter_reference, kept_weights, sample_kernel, sample_reference
 from dflash_train.method import DraftStep
 from dflash_train.target.hf import HFTarget
@@ -90,7 +89,7 @@ def test_slots_say_what_the_plain_forward_says(name: str, more: dict):
     while slots.in_flight:
         answers.update(slots.advance())
     assert len(answers) == len(requests)
-    assert set(slots.graphs) == {48, 96}
+    assert set(slots.graphs) == {(48, True), (96, True)}
     for key, (ids, reason, *_) in answers.items():
         prompt = requests[key].prompt_ids
         assert (ids[-1] in (7, 8)) == (reason == "stop") and len(ids) <= requests[key].max_new_tokens
@@ -165,8 +164,8 @@ def test_batched_speculative_decoding_keeps_what_the_target_says(window: int | N
         Request(messages=[], prompt_ids=p, max_new_tokens=source.randrange(1, 50), seed=i, temperature=temperature)
         for i, p in enumerate(prompts)
     ]
-    slots = SpeculativeSlots(step, {7, 8}, slots=64, length=128, max_new=50, sampling=Sampling(temperature))
-    slots.warm_up()
+    slots = SpeculativeSlots(step, {7, 8}, slots=64, length=128, max_new=50)
+    slots.warm_up(sampled=temperature > 0)
     for key, request in enumerate(requests):
         slots.submit(key, request)
     answers = {}
@@ -181,7 +180,7 @@ def test_batched_speculative_decoding_keeps_what_the_target_says(window: int | N
             at = torch.arange(len(prompt) - 1, len(prompt) + len(ids) - 1, device="cuda")
             chosen = logits[at, torch.tensor(ids, device="cuda")].float()
             assert (logits[at].float().max(-1).values - chosen).max() < 0.05, key
-    cost = slots.cost()
+    cost = slots.cost(sampled=temperature > 0)
     assert 0 < cost["draft_ms"] < cost["cycle_ms"]
 
 

@@ -151,7 +151,7 @@ def test_sampled_answers_have_the_distribution_of_plain_sampling(batched: bool, 
             )
             for i in range(count)
         ]
-        slots = SpeculativeSlots(step, set(), slots=100, length=16, max_new=3, sampling=sampling)
+        slots = SpeculativeSlots(step, set(), slots=100, length=16, max_new=3)
         answers = [tuple(d.token_ids) for d in decode_all(slots, requests)]
     else:
         answers = [

@@ -20,8 +20,8 @@ LAYERS = [
     {"released"},
     {"build", "walk", "card", "faults"},
     {"generation", "feed"},
-    {"regenerate", "client", "check"},
-    {"export", "evaluate"},
+    {"regenerate", "client", "check", "server"},
+    {"export", "evaluate", "serve"},
     {"heldout", "report"},
     {"train"},
 ]

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server around `generation.slots`, for trying a drafter; `dflash_train.serve` is its command."""
