@@ -106,10 +106,10 @@ def _sums(results: Sequence[PromptResult]) -> np.ndarray:
 def _tau_interval(
     sums_P2: np.ndarray, seed: int, draws: int = DRAWS, level: float = LEVEL
 ) -> tuple[float, float] | None:
-    return _bootstrap(sums_P2[sums_P2[:, 1] > 0], lambda s: s[:, 0] / s[:, 1], seed, draws, level)
+    return bootstrap(sums_P2[sums_P2[:, 1] > 0], lambda s: s[:, 0] / s[:, 1], seed, draws, level)
 
 
-def _bootstrap(
+def bootstrap(
     sums_PK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int, draws: int, level: float
 ) -> tuple[float, float] | None:
     """Percentile interval of a statistic of column sums (draws, K) -> (draws,), rows resampled; None below two rows."""
@@ -403,7 +403,7 @@ def _compared(pairs: list[Pair], seed: int) -> dict[str, Any]:
         "tau_a": tau_a.as_dict(),
         "tau_b": tau_b.as_dict(),
         "difference": round(tau_b.value - tau_a.value, 4) if measured else None,
-        "interval": _rounded(_bootstrap(np.hstack([sums_a, sums_b]), difference, seed, DRAWS, LEVEL)),
+        "interval": _rounded(bootstrap(np.hstack([sums_a, sums_b]), difference, seed, DRAWS, LEVEL)),
         "better": _share(better, len(measured)),
         "worse": _share(worse, len(measured)),
         "equal": _share(equal, len(measured)),

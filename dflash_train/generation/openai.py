@@ -170,7 +170,7 @@ class OpenAIBackend:
         self.client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            transport=_Lanes(-(-self.capacity // LANE)),
+            transport=Lanes(-(-self.capacity // LANE)),
         )
         served = await asyncio.gather(*(self._models(server) for server in self.servers))
         self.model = _agreed([s.shown for s in self.servers], served, self.config.model)
@@ -201,7 +201,7 @@ class OpenAIBackend:
                 response = await self.client.get(f"{server.url}/models")
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(
-                f"regenerate.base_urls: {server.shown} does not answer ({_named(error)}). Start a server with: "
+                f"regenerate.base_urls: {server.shown} does not answer ({named(error)}). Start a server with: "
                 "python scripts/serve_target.py -c RECIPE --engine vllm, wait until it is ready, or correct the URL (it ends in /v1)"
             ) from None
         if response.status_code in (401, 403):
@@ -238,7 +238,7 @@ class OpenAIBackend:
                 server.in_flight -= 1
                 self.released.set()
             elsewhere = any(s is not server and s.down_until <= time.monotonic() for s in self.servers)
-            await asyncio.sleep(_pause(tries, quick=elsewhere))
+            await asyncio.sleep(pause_before(tries, quick=elsewhere))
         self.counts["answered"] += 1
         self.seconds += time.monotonic() - started
         self._count(reply, server)
@@ -276,10 +276,10 @@ class OpenAIBackend:
                 raise _Failed("timeout", f"no answer in {self.config.timeout_seconds:g} seconds") from None
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 server.refused += 1
-                server.down_until = time.monotonic() + _pause(server.refused)
-                raise _Failed("connection", f"connection failed: {_named(error)}") from None
+                server.down_until = time.monotonic() + pause_before(server.refused)
+                raise _Failed("connection", f"connection failed: {named(error)}") from None
             except httpx.HTTPError as error:
-                raise _Failed("connection", f"connection lost: {_named(error)}") from None
+                raise _Failed("connection", f"connection lost: {named(error)}") from None
             server.refused = 0
             if response.status_code in (400, 422) and (unknown := removable(sent, response.text)):
                 if not unknown <= server.dropped:
@@ -291,7 +291,7 @@ class OpenAIBackend:
     def _read(self, server: _Server, response: httpx.Response, request: Request) -> Reply:
         status = response.status_code
         if status in RETRIED:
-            pause = _retry_after(response)
+            pause = retry_after(response)
             if pause is not None:
                 server.down_until = max(server.down_until, time.monotonic() + pause)
             raise _Failed(str(status), f"HTTP {status}: {self._clean(response.text)}", status=status)
@@ -336,7 +336,7 @@ class OpenAIBackend:
         return " ".join(text.split())[:300] or "(no text)"
 
 
-class _Lanes(httpx.AsyncBaseTransport):
+class Lanes(httpx.AsyncBaseTransport):
     """Requests spread over small connection pools in turn: a pool looks at all its connections at every request and again for each idle
     one, which with hundreds of them takes 25 ms of a request. No limit of its own: `concurrency` is the limit. Proxies of the environment are not used."""
 
@@ -370,13 +370,13 @@ def _agreed(names: list[str], served: list[list[dict[str, Any]]], wanted: str | 
     )
 
 
-def _pause(tries: int, *, quick: bool = False) -> float:
+def pause_before(tries: int, *, quick: bool = False) -> float:
     """Seconds before the next try: doubling, with jitter, so that many requests do not come back at once. quick: another server is asked."""
     longest = min(FIRST_PAUSE * 2 ** (tries - 1), LONGEST_PAUSE)
     return longest * random.uniform(0.5, 1.0) * (0.1 if quick and tries == 1 else 1.0)
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def retry_after(response: httpx.Response) -> float | None:
     """Seconds that the server asks to wait; a date or nonsense counts as not said."""
     try:
         return min(max(float(response.headers["retry-after"]), 0.0), LONGEST_PAUSE)
@@ -384,7 +384,7 @@ def _retry_after(response: httpx.Response) -> float | None:
         return None
 
 
-def _named(error: Exception) -> str:
+def named(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

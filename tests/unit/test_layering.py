@@ -20,7 +20,7 @@ LAYERS = [
     {"released"},
     {"build", "walk", "card", "faults"},
     {"generation", "feed"},
-    {"regenerate", "client", "check", "server"},
+    {"regenerate", "client", "check", "benchmark", "server"},
     {"export", "evaluate", "serve"},
     {"heldout", "report"},
     {"train"},
