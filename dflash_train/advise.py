@@ -23,18 +23,16 @@ from dflash_train import disk
 from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
-from dflash_train.drafter.decode import DraftSlots
 from dflash_train.folder import read_json
-from dflash_train.generation.single import speculative_decode
-from dflash_train.generation.slots import Slots
-from dflash_train.generation.speculative import SpeculativeSlots, propose
+from dflash_train.generation.base import Request
+from dflash_train.generation.slots import Slots, why_no_slots
+from dflash_train.generation.speculative import SpeculativeSlots
 from dflash_train.generation.verify import Sampling
 from dflash_train.method import DraftStep
-from dflash_train.target.cache import can_roll_back, crop, make_cache
 
 LEAST = 1.1  # below, speculation is left off: the how-to's rule, and about what a benchmark can tell apart
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
-REPEATS = 7
+REPEATS = 12
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------
@@ -260,106 +258,89 @@ def _at(points: Mapping[int, float], x: int) -> float:
     return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
 
 
-def measure(
-    step: DraftStep, concurrency: Sequence[int], rows: Sequence[int], context: int, stop_ids: set[int]
-) -> Costs:
-    """Time target and drafter of a pair on the device where it is: the median of REPEATS steps behind `context` tokens."""
+def measure(step: DraftStep, concurrency: Sequence[int], rows: Sequence[int], context: int) -> Costs:
+    """Time a pair on the device where it is, as `python -m dflash_train.serve` runs it: n requests in slots, the host's work in the time. The
+    quickest of REPEATS steps behind `context` tokens counts: what else runs here is no part of the cost.
+
+    Raises ValueError for a target that does not run in slots.
+    """
     device, spec = step.target.device, step.drafter.spec
+    why_not = why_no_slots(step.target.model)
+    if why_not is not None:
+        raise ValueError(
+            f"--measure: {step.target.info.path} does not run in slots here: {why_not}; give your engine's times with --times"
+        )
     step.eval()
-    rows = sorted({1, *rows})
-    timed = _in_graphs if step.target.side_by_side and step.dtype != torch.float32 else _eager
     target_ms: dict[int, Points] = {}
     draft_ms: dict[int, Points] = {}
+    most = spec.block_size * (REPEATS + 4)  # a step takes K tokens of a request at most; a few steps are not counted
     for n in concurrency:
-        target_ms[n], draft_ms[n] = timed(step, n, rows, context, stop_ids)
+        shape = {"slots": n, "length": context + most, "max_new": most}
+        target_ms[n], draft_ms[n] = {1: _quickest(Slots(step.target.model, set(), **shape, **LIVE), n, context)}, {}
+        for count in sorted(set(rows) - {1}):
+            slots = SpeculativeSlots(step, set(), **shape, block_size=count, **LIVE)
+            whole = _quickest(slots, n, context)
+            draft_ms[n][count] = min(_drafting(slots, n), 0.95 * whole)
+            target_ms[n][count] = whole - draft_ms[n][count]
     return Costs(
         device=torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
-        how="replayed CUDA graphs" if timed is _in_graphs else "eager forwards, median",
+        else f"CPU, threads: {torch.get_num_threads()}",
+        how="timed here as dflash_train.serve runs them, the host's work included",
         block_size=spec.block_size,
         layers=spec.num_hidden_layers,
         target_ms=target_ms,
         draft_ms=draft_ms,
-        overhead_ms={1: _overhead(step, target_ms, draft_ms, context)}
-        if timed is _eager and 1 in target_ms
-        else {1: 0.0},
         context=context,
     ).checked("--measure")
 
 
-def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    run()
-    taken = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(taken)
+LIVE = {"period": 1, "smallest": 1, "streaming": True}  # as the server has them
+
+
+def _quickest(slots: Slots, n: int, context: int) -> float:
+    """Milliseconds of a step of n requests."""
+    slots.warm_up()
+    vocabulary = slots.model.get_input_embeddings().num_embeddings
+    for key in range(n):
+        ids = [(7 * key + 13 * i) % vocabulary for i in range(context)]
+        slots.submit(key, Request(messages=[], prompt_ids=ids, max_new_tokens=slots.max_new, seed=key))
+    slots.advance()  # the prompts, and a first step
+    slots.advance()
+    return _milliseconds(slots.advance, slots.device)
 
 
 @torch.inference_mode()
-def _eager(step: DraftStep, n: int, rows: list[int], context: int, stop_ids: set[int]) -> tuple[Points, Points]:
-    target, spec, device = step.target, step.drafter.spec, step.target.device
-    ids = torch.arange(n * context, device=device).view(n, context) % (target.info.vocab_size - 1)
-    cache = make_cache(target.model.config)
-    _, features = target.step(ids, cache, logits_to_keep=1)
-    stays = can_roll_back(cache)
-
-    def verify(count: int) -> None:
-        target.step(ids[:, :count], cache)
-        if stays:  # else the cache grows by the few tokens of each repetition
-            crop(cache, context)
-
-    target_ms = {count: _milliseconds(lambda count=count: verify(count), device) for count in rows}
-    stride = context + spec.block_size
-    slots = DraftSlots(step.drafter, n, stride, step.dtype, device)
-    begins_N, length_N = torch.arange(n, device=device) * stride, torch.full((n,), context, device=device)
-    positions = torch.arange(context, device=device).expand(n, -1)
-    with step.autocast():
-        slots.extend(features.features_BTF.to(step.dtype).reshape(1, n * context, -1), positions.reshape(1, -1),
-                     (begins_N[:, None] + positions).flatten())  # fmt: skip
-    anchors_N = ids[:, -1]
-
-    def draft(count: int) -> None:
-        block = torch.full((n, count), spec.mask_token_id, device=device)
-        block[:, 0] = anchors_N
-        with step.autocast():
-            hidden = slots.hidden(
-                step.embed(block).view(1, n * count, -1), begins_N, length_N, torch.full_like(length_N, count)
-            )
-        propose(step, hidden.view(n, count, -1)[:, 1:], anchors_N, Sampling(), None)
-
-    return target_ms, {count: _milliseconds(lambda count=count: draft(count), device) for count in rows if count > 1}
+def _drafting(slots: SpeculativeSlots, n: int) -> float:
+    if slots.use_graphs:
+        return slots.cost()["draft_ms"]
+    slot_N = torch.arange(n, device=slots.device)
+    length_N = slots.length[slot_N]
+    arguments = (
+        slots.token[slot_N],
+        slot_N * slots.stride,
+        length_N,
+        torch.full_like(length_N, slots.block_size),
+        Sampling(),
+        None,
+    )
+    return _milliseconds(lambda: slots._draft(*arguments), slots.device)
 
 
-def _in_graphs(step: DraftStep, n: int, rows: list[int], context: int, stop_ids: set[int]) -> tuple[Points, Points]:
-    """As served on a GPU: steps replayed from graphs, the cache `context` long."""
-    shape = {"slots": n, "length": context, "max_new": 64}
-    plain = Slots(step.target.model, stop_ids, **shape)
-    plain.warm_up()
-    graph = plain.graphs[plain.slots][0]
-    target_ms, draft_ms = {1: _milliseconds(graph.replay, step.target.device)}, {}
-    del plain, graph
-    for count in rows[1:]:
-        cost = SpeculativeSlots(step, stop_ids, **shape, block_size=count).cost()
-        draft_ms[count], target_ms[count] = cost["draft_ms"], cost["cycle_ms"] - cost["draft_ms"]
-    return target_ms, draft_ms
+def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    taken = []
+    for _ in range(REPEATS):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        taken.append(1e3 * (time.perf_counter() - started))
+    return min(taken)
 
 
-def _overhead(step: DraftStep, target_ms: dict[int, Points], draft_ms: dict[int, Points], context: int) -> float:
-    """What a round of one request takes besides the two forwards, from really decoding; never below 0."""
-    K = step.drafter.spec.block_size
-    ids = [i % (step.target.info.vocab_size - 1) for i in range(context)]
-    rounds = []
-    for _ in range(3):
-        done = speculative_decode(step, ids, 64, set(), K)
-        rounds.append(1e3 * done.seconds / len(done.rounds))
-    return max(0.0, statistics.median(rounds) - target_ms[1][max(target_ms[1])] - draft_ms[1][max(draft_ms[1])])
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # --- the advice -------------------------------------------------------------------------------------------------
@@ -447,7 +428,7 @@ def table(acceptance: Acceptance, costs: Costs, concurrency: Sequence[int], leas
         f"acceptance: {acceptance.source} (block {acceptance.block_size}, tau {acceptance.tau(len(acceptance.slots)):.2f} over all slots)",
         f"costs: {costs.device}; {costs.how}; drafter of {costs.layers} layers"
         + (f", behind {costs.context} tokens" if costs.context else "")
-        + f"; overhead {costs.overhead(1):.2f} ms per round, whatever the concurrency",
+        + (f"; {costs.overhead(1):.2f} ms of a round besides" if costs.overhead(1) else ""),
         "",
         f"{'concurrency':>11}{'plain tok/s':>13}{'draft':>7}{'block':>7}{'tau':>7}{'ms/round':>10}{'tok/s':>10}{'speed-up':>10}  {'basis':<7}advice",
     ]
@@ -657,7 +638,7 @@ def main(argv: list[str]) -> int:
                 f"{args.acceptance}: has {len(acceptance.slots)} slots, {args.measure} drafts {K - 1}: figures of another drafter"
             )
         rows = range(2, K + 1)
-        costs = measure(run.step, concurrency, rows, args.context, run.stop_ids)
+        costs = measure(run.step, concurrency, rows, args.context)
     elif args.costs:
         costs = Costs.read(args.costs)
     else:

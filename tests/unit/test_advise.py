@@ -76,7 +76,9 @@ def test_a_simulation_of_rounds_takes_the_predicted_time(d):
     assert 10.0 * tokens / milliseconds == pytest.approx(choice.speedup, rel=0.02)
 
 
-@pytest.mark.parametrize("p, plain, verify, draft", itertools.product([0.2, 0.6, 0.9], [10.0], [10.0, 14.0, 40.0], [0.5, 5.0]))
+@pytest.mark.parametrize(
+    "p, plain, verify, draft", [*itertools.product([0.2, 0.6, 0.9], [10.0], [10.0, 14.0, 40.0], [0.5, 5.0])]
+)
 def test_the_advice_is_the_best_of_all_choices(p, plain, verify, draft):
     a, c = acceptance(p), costs(plain, verify, draft)
     chosen, best = advise(a, c, 1)
@@ -114,7 +116,7 @@ def test_measured_shorter_blocks_are_taken_before_the_slots():
     a = Acceptance(slots=(0.8, 0.6, 0.4), source="test", shorter={3: 2.9})
     assert a.tau(2) == 2.9 and a.tau(3) == pytest.approx(2.8)
     c = costs(block=4)
-    assert predict(a, c, 1, 2).basis == "i" and predict(a, c, 1, 1).basis == "ms"
+    assert predict(a, c, 1, 2).basis == "i" and predict(a, c, 1, 1).basis == "is" and predict(a, c, 1, 3).basis == "m"
 
 
 def test_figures_that_cannot_be_are_refused():
@@ -146,7 +148,11 @@ def test_metrics_of_vllm_and_sglang():
     assert mean.tau(7) == pytest.approx(3.0, abs=1e-6) and mean.assumed
     with pytest.raises(ValueError, match="--block-size"):
         of_metrics("sglang:spec_accept_length 3.0\n", "m", None)
-    for off in ("sglang:spec_accept_length 0.0\n", "vllm:generation_tokens_total 5\n", VLLM.replace("60.0", "0").replace("40.0", "0")):
+    for off in (
+        "sglang:spec_accept_length 0.0\n",
+        "vllm:generation_tokens_total 5\n",
+        VLLM.replace("60.0", "0").replace("40.0", "0"),
+    ):
         with pytest.raises(ValueError, match="count no draft"):
             of_metrics(off, "m", 7)
 
@@ -156,7 +162,14 @@ def test_what_is_read(tmp_path):
     file.write_text(VLLM)
     assert read_acceptance(str(file)).slots == (0.8, 0.7, 0.0)
     rows = [{"slot": 1, "marginal": 0.9}, {"slot": 2, "marginal": 0.5}]
-    report = {"decoded": {"slots": rows, "block_sizes": {"2": {"value": 1.8}}, "cost": {"cycle_ms": 9.0}, "decoded_together": 1}}
+    report = {
+        "decoded": {
+            "slots": rows,
+            "block_sizes": {"2": {"value": 1.8}},
+            "cost": {"cycle_ms": 9.0},
+            "decoded_together": 1,
+        }
+    }
     file.write_text(json.dumps(report))
     found = read_acceptance(str(file))
     assert found.slots == (0.9, 0.5) and found.shorter == {2: 1.8} and found.cycle_ms == 9.0
@@ -179,11 +192,14 @@ def test_what_another_depth_must_reach_is_what_it_then_gains():
 
 
 def test_the_pair_is_timed_here(overfitted):
-    found = measure(overfitted.step, [1, 3], [2, 8], 20, {2})
+    found = measure(overfitted.step, [1, 3], [2, 8], 20)
     assert set(found.target_ms) == set(found.draft_ms) == {1, 3}
     assert set(found.target_ms[3]) == {1, 2, 8} and set(found.draft_ms[1]) == {2, 8}
     assert found.layers == 2 and found.block_size == 8 and found.overhead(1) >= 0
-    again = Costs(**json.loads(json.dumps(found.as_dict())) | {"target_ms": found.target_ms, "draft_ms": found.draft_ms, "overhead_ms": found.overhead_ms})
+    again = Costs(
+        **json.loads(json.dumps(found.as_dict()))
+        | {"target_ms": found.target_ms, "draft_ms": found.draft_ms, "overhead_ms": found.overhead_ms}
+    )
     assert again == found
     text = table(acceptance(0.7), found, [1, 2, 3, 9], 1.1)
     assert "m: timed" in text and "i: time interpolated" in text and "x: time extrapolated" in text
