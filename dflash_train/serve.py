@@ -74,7 +74,7 @@ def load(args: Namespace) -> Loaded:
     why_not = why_no_slots(target.model)
     if why_not is not None:
         raise ValueError(
-            f"target {target.info.path} cannot be served here: {why_not}; serve it with an engine (docs/serving.md), or measure the drafter with "
+            f"target {target.info.path} cannot be served here: {why_not}; take --precision bfloat16 on a GPU, serve it with an engine (docs/serving.md), or measure the drafter with "
             "python -m dflash_train.evaluate, which decodes one prompt after the other"
         )
     spec = None if step is None else step.drafter.spec
@@ -152,13 +152,15 @@ def sampling_of(model: torch.nn.Module) -> Sampling:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address, which does not listen yet. Raises ValueError where it is taken."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port}: must be in [0, 65535]; 0 is any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
-        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
         why = "another program listens there; stop it, or choose another --port (0: any free one)" if taken else error
         raise ValueError(f"--host {host} --port {port}: {why}") from None
     return bound

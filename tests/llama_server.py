@@ -1,4 +1,4 @@
-"""llama.cpp's HTTP server as a process: python tests/llama_server.py FILE.gguf PORT [DRAFTER.gguf BLOCK_SIZE]"""
+"""llama.cpp's HTTP server as a process, with its metrics: python tests/llama_server.py FILE.gguf PORT [DFLASH_DRAFTER.gguf]"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 
 
-def main(file: str, port: str, drafter: str | None = None, block_size: str = "8") -> None:
+def main(file: str, port: str, drafter: str = "") -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -21,15 +21,13 @@ def main(file: str, port: str, drafter: str | None = None, block_size: str = "8"
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.fit_params = params.warmup = False
     params.use_jinja = True
-    params.verbosity = 0
     params.endpoint_metrics = True
-    if drafter is not None:
+    params.verbosity = 0
+    if drafter:
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH]
         draft = params.speculative.draft
         draft.mparams.path = drafter
-        draft.n_max, draft.n_min, draft.p_min = int(block_size) - 1, 0, 0.0
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
-        draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     while True:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ class Pretender:
     function of it and of `pieces`.
 
     engine: whose names are used, "" for a server that tells nothing. Faults: usage False leaves it out; cut_bytes sends the stream in pieces of
-    so many bytes; newline: of the stream; busy: so many first requests get 429; fail: every so many-th request gets a 400; die_after: so many
+    so many bytes; newline: of the stream; busy: so many first requests get 429; hang_up: so many first ones get a closed connection; fail: every so many-th request gets a 400; die_after: so many
     answers, then nobody listens; broken: streams end in the middle.
     """
 
@@ -36,6 +35,7 @@ class Pretender:
     cut_bytes: int = 0
     comments: bool = False
     busy: int = 0
+    hang_up: int = 0
     fail: int = 0
     die_after: int = 0
     broken: bool = False
@@ -110,7 +110,7 @@ class Pretender:
     # --- what it serves ---
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = head.split(b" ", 2)
                 length = [
@@ -120,7 +120,10 @@ class Pretender:
                 ]
                 data = await reader.readexactly(length[0]) if length else b""
                 await (self.get if method == b"GET" else self.post)(path.decode(), data, writer)
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client is done
+        finally:
+            writer.transport.abort()
 
     async def send(
         self, writer: asyncio.StreamWriter, status: int, text: str, kind: str = "application/json", more: str = ""
@@ -146,6 +149,9 @@ class Pretender:
     async def post(self, path: str, data: bytes, writer: asyncio.StreamWriter) -> None:
         body = json.loads(data)
         self.posts.append(body)
+        if self.refused < self.hang_up:
+            self.refused += 1
+            raise ConnectionResetError
         if self.refused < self.busy:
             self.refused += 1
             await self.send(writer, 429, "busy", "text/plain", "Retry-After: 0.01\r\n")
@@ -165,7 +171,7 @@ class Pretender:
         rounds, accepted, per_pos, tokens = self.counted()
         usage = {"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens}
         if not body.get("stream"):
-            await asyncio.sleep(self.first + self.pause * len(self.pieces))
+            await asyncio.sleep(self.first + self.pause * (len(self.pieces) - 1))
             whole = "".join(self.text(i, n) for i, n in enumerate(self.pieces))
             choice = {"index": 0, "message": {"role": "assistant", "content": whole}, "finish_reason": "stop"}
             await self.send(writer, 200, json.dumps({"choices": [choice], "usage": usage, **self.extras(stream=False)}))
@@ -218,8 +224,11 @@ def pretending(pretender: Pretender) -> Iterator[Pretender]:
         while not (pretender.die_after and pretender.answered >= pretender.die_after) and not stop.is_set():
             await asyncio.sleep(0.002)
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
             task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0.01)  # the sockets close
 
     stop = threading.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
@@ -230,7 +239,4 @@ def pretending(pretender: Pretender) -> Iterator[Pretender]:
     finally:
         stop.set()
         thread.join(10)
-        deadline = time.monotonic() + 5
-        while asyncio.all_tasks(loop) and time.monotonic() < deadline:
-            loop.run_until_complete(asyncio.sleep(0))
         loop.close()

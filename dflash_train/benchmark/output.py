@@ -144,7 +144,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
         for error, count in sorted(arm["errors"].items(), key=lambda item: -item[1])[:3]:
             notes.append(f"{where}: {count} failed: {printable(error)}")
         if arm["retries"]:
-            notes.append(f"{where}: {arm['retries']} requests were sent again to a busy server; the waiting counts")
+            notes.append(
+                f"{where}: {arm['retries']} requests were sent again (busy server, or a connection that it had closed); the time counts"
+            )
         if "tokenizer" in arm["tokens_from"]:
             notes.append(f"{where}: tokens counted from the text, for want of usage")
         notes += [f"{where}: {note}" for note in arm["notes"]]

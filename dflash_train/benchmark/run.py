@@ -24,6 +24,7 @@ from dflash_train.config.values import is_address, parse_json, without_login
 from dflash_train.generation.openai import CONNECT_SECONDS, LANE, Lanes, named
 
 WARM_UP_TOKENS = 64
+BUSY = 0.7  # share of one core; above, events wait to be read
 KEY_ENV = "OPENAI_API_KEY"
 
 
@@ -335,11 +336,16 @@ async def _part(
     """One arm in one part: its counters, the requests, its counters again."""
     before = await _counts(client, one.arm)
     records: list[Record] = []
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     try:
         await _loop(one, jobs, part, concurrency, settings, records, bar)
     finally:
-        side.wall += time.perf_counter() - began
+        wall, busy = time.perf_counter() - began, time.process_time() - busy
+        side.wall += wall
+        if busy > BUSY * wall:
+            side.notes.append(
+                f"this client was busy {busy / wall:.0%} of the time: the figures may be its own, not the server's"
+            )
         for record in records:
             if record.latency is None and record.error is None:
                 record.error = "stopped before it was done"

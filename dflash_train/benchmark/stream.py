@@ -154,8 +154,8 @@ async def ask(
     timeout_s: float,
     retries: int,
 ) -> str:
-    """Send one request, fill in `record` and return the answer without reasoning. A server that is busy before it says anything (429, 503 and such) is asked again, and the time
-    counts; nothing is asked again once text has come. Raises ServerGone where connections are refused."""
+    """Send one request, fill in `record` and return the answer without reasoning. A server that is busy before it says anything (429, 503 and such) or closes an idle connection is asked
+    again, and the time counts; nothing is asked again once text has come. Raises ServerGone where connections are refused."""
     sent = body(target, messages, sampling, seed)
     began = time.perf_counter()
     while True:
@@ -179,7 +179,15 @@ async def ask(
 
 async def _once(target: Target, sent: dict[str, Any], record: Record, began: float, *, last_try: bool) -> float | str:
     """One try: the answer, empty where it failed; or seconds to wait before the next one."""
-    async with target.client.stream("POST", f"{target.url}/chat/completions", json=sent) as response:
+    request = target.client.build_request("POST", f"{target.url}/chat/completions", json=sent)
+    try:
+        response = await target.client.send(request, stream=True)
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        # Mostly an idle connection that the server closed just then; from one that is dead the next try is refused.
+        if last_try:
+            raise
+        return 0.0
+    try:
         kind = response.headers.get("content-type", "")
         if response.status_code != 200 or "text/event-stream" not in kind:
             said = " ".join((await response.aread()).decode("utf-8", "replace").split())[:300] or "(no text)"
@@ -196,6 +204,8 @@ async def _once(target: Target, sent: dict[str, Any], record: Record, began: flo
                 times.append(now)
         if any([reader.take(event) for event in events.end()]):
             times.append(time.perf_counter() - began)
+    finally:
+        await response.aclose()
     record.latency = time.perf_counter() - began
     if times:
         record.ttft, record.last = times[0], times[-1]

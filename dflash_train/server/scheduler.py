@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -88,6 +89,7 @@ class Scheduler:
                 for key, decoded in finished:
                     self._end(key, decoded, now)
         except BaseException as error:  # whatever it is, nobody may wait for it for ever
+            traceback.print_exc()
             with self._lock:
                 self.error = error
                 jobs, self._jobs = list(self._jobs.values()), {}

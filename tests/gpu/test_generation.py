@@ -207,3 +207,50 @@ def test_the_drafter_over_slots_proposes_what_it_proposes_alone(window: int | No
             alone = session.hidden(step.embed(ids[i : i + 1, :n]))[0].float()
             ours = together.view(3, S, -1)[i, :n].float()
             assert (ours - alone).norm() / alone.norm() < 0.06
+
+
+@pytest.mark.parametrize("drafter", [True, False])
+def test_slots_of_a_server_stream_cancel_and_mix_greedy_with_sampled_requests(drafter: bool):
+    step, source = make_step(None), random.Random(1)
+    live = {"slots": 12, "length": 128, "max_new": 60, "period": 1, "smallest": 1, "streaming": True}
+    slots = SpeculativeSlots(step, {7}, **live) if drafter else Slots(step.target.model, {7}, **live)
+    for sampled in (False, True):
+        slots.warm_up(sampled)
+    sizes = {12, 6, 3, 1}
+    assert set(slots.graphs) == {
+        (size, sampled) for size in sizes for sampled in ({False, True} if drafter else {True})
+    }
+    prompts = [[source.randrange(1000) for _ in range(source.randrange(1, 60))] for _ in range(30)]
+    for i, prompt in enumerate(prompts):
+        temperature = 0.8 if i % 3 == 0 else 0.0
+        slots.submit(
+            i,
+            Request(
+                messages=[],
+                prompt_ids=prompt,
+                max_new_tokens=60,
+                seed=i,
+                temperature=temperature,
+                ignore_eos=i % 2 == 0,
+            ),
+        )
+    news, answers = {key: [] for key in range(30)}, {}
+    while slots.in_flight:
+        answers.update(slots.advance())
+        for key, tokens in slots.take_news():
+            if key == 1 and not news[1]:
+                assert not slots.cancel(1) and slots.cancel(29)
+            news[key] += tokens
+    assert sorted(answers) == list(range(29)) and not news[29]
+    assert len(answers[1].token_ids) < 60
+    for key, answer in answers.items():
+        ids = answer.token_ids
+        assert news[key] == ids
+        if key % 2 == 0:
+            assert len(ids) == 60 and answer.finish_reason == "length"
+        if key % 3:  # greedy, whatever ran beside it
+            text = torch.tensor([prompts[key] + ids], device="cuda")
+            logits = step.target.model(input_ids=text, use_cache=False).logits[0]
+            at = torch.arange(len(prompts[key]) - 1, len(prompts[key]) + len(ids) - 1, device="cuda")
+            chosen = logits[at, torch.tensor(ids, device="cuda")].float()
+            assert (logits[at].float().max(-1).values - chosen).max() < 0.05, key
