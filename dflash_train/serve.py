@@ -29,6 +29,7 @@ from dflash_train.target.hf import HFTarget, stop_ids
 from dflash_train.types import TargetInfo
 
 MAX_LENGTH = 4096
+NOT_SAMPLED = ("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -145,9 +146,11 @@ def _memory(model: torch.nn.Module, drafter: torch.nn.Module | None, per_token: 
 
 def sampling_of(model: torch.nn.Module) -> Sampling:
     """How a request that says nothing is sampled: as generation_config.json says, else as the API does; engines do the same."""
-    config = model.generation_config
-    given = (config.temperature, config.top_p, config.top_k)
-    return Sampling(*(usual if value is None else value for value, usual in zip(given, (1.0, 1.0, 0), strict=True)))
+    listed = model.generation_config.to_diff_dict()
+    left_out = {name: listed[name] for name in NOT_SAMPLED if listed.get(name)}
+    if left_out:
+        print(f"note: the target's generation_config.json has {left_out}, which this server does not do", flush=True)
+    return Sampling(listed.get("temperature", 1.0), listed.get("top_p", 1.0), listed.get("top_k", 0))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -209,11 +212,14 @@ def serve(args: Namespace) -> int:
     server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning", lifespan="off"))
     scheduler.start()
     # uvicorn drains on these and raises them again when it has: the default would end the process as if it had been killed.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    bound.listen(2048)
-    print(_announcement(args, name, bound, loaded), flush=True)
-    server.run(sockets=[bound])
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        bound.listen(2048)
+        print(_announcement(args, name, bound, loaded), flush=True)
+        server.run(sockets=[bound])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if scheduler.error is not None:
         raise CheckFailed(
             f"decoding failed, and every request that was under way with it: {type(scheduler.error).__name__}: {scheduler.error}"
@@ -247,7 +253,7 @@ def main(argv: list[str]) -> int:
     arm.add_argument("--no-drafter", action="store_true", help="plain decoding, to compare with")
     own.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     own.add_argument("--port", type=int, default=8000, help="0: any free one (%(default)s)")
-    own.add_argument("--slots", type=_positive, default=8, help="requests decoded together (%(default)s)")
+    own.add_argument("--slots", type=int, default=8, help="requests decoded together (%(default)s)")
     own.add_argument("--max-waiting", type=int, default=256, help="requests that may wait for a slot (%(default)s)")
     own.add_argument(
         "--max-length", type=int, help=f"tokens of prompt and answer ({MAX_LENGTH}, or the target's positions)"
@@ -266,16 +272,10 @@ def main(argv: list[str]) -> int:
         raise ValueError("no target: name it with --target PATH, or a recipe with -c")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device; use cpu")
-    if args.max_waiting < 0:
-        raise ValueError(f"--max-waiting {args.max_waiting}: must be at least 0")
+    for name, value, least in (("slots", args.slots, 1), ("max-waiting", args.max_waiting, 0)):
+        if value < least:
+            raise ValueError(f"--{name} {value}: must be at least {least}")
     return serve(args)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 if __name__ == "__main__":

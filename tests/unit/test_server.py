@@ -9,16 +9,20 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import toys
+from stubs import free_port
 
 pytest.importorskip("starlette", reason="the extra serve")
 pytest.importorskip("prometheus_client", reason="the extra serve")
 
 from starlette.testclient import TestClient  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 from dflash_train import serve  # noqa: E402
 from dflash_train.assets import resolve  # noqa: E402
+from dflash_train.config.load import CheckFailed  # noqa: E402
 from dflash_train.data.chat import load_tokenizer, prompt_ids  # noqa: E402
 from dflash_train.generation.base import Decoded, Request  # noqa: E402
 from dflash_train.generation.single import plain_decode  # noqa: E402
@@ -423,6 +427,8 @@ def test_what_the_command_refuses(target_dir, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ValueError, match="--api-key-env NO_SUCH_KEY: .* empty or not set"):
         run("--target", str(target_dir), "--no-drafter", "--api-key-env", "NO_SUCH_KEY")
+    with pytest.raises(ValueError, match="--slots 0: must be at least 1"):
+        run("--target", str(target_dir), "--no-drafter", "--slots", "0")
     toy = ["--target", str(target_dir), "--no-drafter", "--port", "0"]
     with pytest.raises(ValueError, match=r"--draft-length 3: there is no drafter"):
         run(*toy, "--draft-length", "3")
@@ -433,6 +439,32 @@ def test_what_the_command_refuses(target_dir, monkeypatch):
     assert (serve._block_size(None, 8), serve._block_size(1, 8), serve._block_size(None, None)) == (8, 2, 1)
     with pytest.raises(SystemExit):
         run("--target", str(target_dir))  # neither --drafter nor --no-drafter
+
+
+def test_a_failure_of_decoding_ends_the_command(target_dir, monkeypatch, capfd):
+    pytest.importorskip("uvicorn", reason="the extra serve")
+    port = free_port()
+    monkeypatch.setattr(Slots, "advance", lambda self: 1 / 0)
+
+    def ask() -> int:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=60) as client:  # until it listens
+            return client.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "w20 w21"}).status_code
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(ask)
+        with pytest.raises(
+            CheckFailed, match="decoding failed, and every request .*: ZeroDivisionError: division by zero"
+        ):
+            run("--target", str(target_dir), "--no-drafter", "--port", str(port))
+        assert answered.result() == 500
+    assert "serving " in capfd.readouterr().out
+
+
+def test_what_a_request_leaves_out_is_the_targets(capsys):
+    sampled = lambda **listed: serve.sampling_of(SimpleNamespace(generation_config=GenerationConfig(**listed)))  # noqa: E731
+    assert sampled() == Sampling(1.0, 1.0, 0) and not capsys.readouterr().out
+    assert sampled(do_sample=True, temperature=0.6, top_k=20, min_p=0.05) == Sampling(0.6, 1.0, 20)
+    assert "{'min_p': 0.05}, which this server does not do" in capsys.readouterr().out
 
 
 def test_an_open_address_without_a_key_is_said(pair):
