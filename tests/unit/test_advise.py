@@ -205,10 +205,18 @@ def test_the_pair_is_timed_here(overfitted):
     assert "m: timed" in text and "i: time interpolated" in text and "x: time extrapolated" in text
 
 
-def benchmark(per_position, measured):
+def benchmark(per_position, measured, itl=(None, None)):
     found = {"rounds": 100, "accepted": sum(per_position), "per_position": per_position}
-    return {"cells": [{"workload": "chat", "concurrency": 1, "speed_up": {"fast": {"value": measured}},
-                       "arms": {"plain": {"acceptance": None, "tok_s": 90.0}, "fast": {"acceptance": found, "tok_s": 140.0}}}]}  # fmt: skip
+    plain, fast = (
+        {"acceptance": a, "tok_s": 90.0, "itl_s": t and {"mean": t}} for a, t in zip((None, found), itl, strict=True)
+    )
+    cell = {
+        "workload": "chat",
+        "concurrency": 1,
+        "speed_up": {"fast": {"value": measured}},
+        "arms": {"plain": plain, "fast": fast},
+    }
+    return {"baseline": "plain", "cells": [cell]}
 
 
 def test_predicted_against_measured():
@@ -217,6 +225,8 @@ def test_predicted_against_measured():
     (row,) = against(report, costs(block=4), "b")
     assert row.predicted.speedup == pytest.approx(2.8 * 10 / 16) and row.error == pytest.approx(1.75 / 1.5 - 1)
     assert "median 17%, largest 17%" in compare_text([row])
+    (row,) = against(benchmark([80, 60, 40], 1.5, itl=(0.02, 0.01)), costs(block=4), "b")
+    assert (row.measured, row.whole) == (2.0, 1.5)  # decoding alone, where the benchmark timed it
     with pytest.raises(ValueError, match="no speed-up"):
         against(benchmark([80], None), costs(block=4), "b")
     with pytest.raises(ValueError, match="by position"):
