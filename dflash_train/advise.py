@@ -564,7 +564,8 @@ def compare_text(rows: Sequence[Comparison]) -> str:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1 on, rising, of a text such as 1,8,32. Raises ValueError."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -630,7 +631,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
-    concurrency = _numbers(args.concurrency)
+    concurrency = numbers(args.concurrency)
     acceptance = read_acceptance(args.acceptance, args.block_size)
     if args.measure:
         run = open_source(args.measure, args.config, [])

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train import disk
-from dflash_train.advise import LEAST, _numbers
+from dflash_train.advise import LEAST, numbers
 from dflash_train.assets import public_name, resolve
 from dflash_train.benchmark import output, workloads
 from dflash_train.benchmark.run import Arm, Settings, measure
 from dflash_train.benchmark.stream import Sampling
 from dflash_train.check import check
+from dflash_train.config.values import without_login
 from dflash_train.rollout import traffic, watch
 from dflash_train.rollout.greedy import BOUNDS, greedy_step, local_rescore, read_prompts
 from dflash_train.rollout.pair import (
@@ -119,7 +120,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0 go, 1 no-go, 2 where something was asked wrongly or a server does not answer."""
     args = arguments().parse_args(argv)
-    concurrency = tuple(_numbers(args.concurrency))
+    concurrency = tuple(numbers(args.concurrency))
     target = resolve(args.target, "target")
     record = Record(args.output)
     plain, fast = Server.open(args.plain, args.model), None
@@ -141,17 +142,11 @@ def main(argv: list[str]) -> int:
             "flags": fast.flags,
             "launch": _launch(args),
         },
-        command=[_unnamed(word) for word in argv],
+        command=[without_login(word) for word in argv],
     )
     print(f"record: {record.path}")
     print("go" if go else f"no-go: {'; '.join(reasons)}")
     return 0 if go else 1
-
-
-def _unnamed(word: str) -> str:
-    from dflash_train.config.values import without_login
-
-    return without_login(word)
 
 
 def _steps(

@@ -11,14 +11,21 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_train.acceptance import VERDICTS
 from dflash_train.assets import ASSETS
+from dflash_train.config.schema import Precision, TargetConfig
+from dflash_train.data.chat import load_tokenizer, prompt_ids
 from dflash_train.data.rows import read_lines
+from dflash_train.evaluate import is_near_tie
 from dflash_train.rollout.pair import Outcome
 from dflash_train.rollout.server import Said, Server
+from dflash_train.target.hf import HFTarget
 
 PROMPTS = ASSETS / "rollout" / "prompts.jsonl"
 UNDECIDED = "undecided"
@@ -240,19 +247,16 @@ def _line(c: Compared) -> str:
 
 
 def local_rescore(folder: str, precision: str) -> Rescore:
-    """A judge of near ties that runs the target here, as evaluation does; answers are tokenised again."""
-    import torch
+    """A judge of near ties that runs the target here, as evaluation does; answers are tokenised again. It is loaded when it is first asked."""
 
-    from dflash_train.config.schema import Precision, TargetConfig
-    from dflash_train.data.chat import load_tokenizer, prompt_ids
-    from dflash_train.evaluate import is_near_tie
-    from dflash_train.target.hf import HFTarget
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = HFTarget.load(TargetConfig(path=folder, precision=Precision[precision]), folder, (0,), device)
-    tokenizer = load_tokenizer(folder)
+    @cache
+    def load() -> tuple[HFTarget, Any]:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = TargetConfig(path=folder, precision=Precision[precision])
+        return HFTarget.load(config, folder, (0,), device), load_tokenizer(folder)
 
     def judge_one(messages: list[dict[str, Any]], plain: str, other: str) -> bool:
+        target, tokenizer = load()
         ids = prompt_ids(messages, tokenizer, tools=None, kwargs={})
         own, theirs = (tokenizer.encode(text, add_special_tokens=False) for text in (plain, other))
         return is_near_tie(target, ids, own, theirs, None)

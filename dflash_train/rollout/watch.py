@@ -1,7 +1,8 @@
 """What to watch once it serves: Prometheus rules and a Grafana dashboard, with thresholds from what was measured.
 
 Two things go wrong without anyone noticing, because answers stay right: acceptance falls (another target build, other traffic, a drafter that was
-trained anew), and speculation is off though it was asked for. vLLM and our server count drafts, SGLang gives the mean accepted length as a gauge.
+trained anew), and speculation is off though it was asked for. vLLM, our server (under vLLM's names) and llama.cpp count
+drafts, SGLang gives the mean accepted length as a gauge.
 """
 
 from __future__ import annotations
@@ -17,13 +18,29 @@ from dflash_train.advise import LEAST
 DROP = 0.85  # of the measured acceptance; the traffic of a day varies less, a wrong drafter or target far more
 WINDOW, LASTS = "10m", "15m"
 ROUNDS = 500  # in a window; with fewer, chance moves the mean too much for a warning
-DRAFTS = "vllm:spec_decode_num_drafts_total"
-DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+# Counters begin with the name of the engine; /metrics of vLLM 0.32.0, llama.cpp b11549 and SGLang 0.5.23.
+ENGINES = {"vllm": "Vllm", "llamacpp": "LlamaCpp", "sglang": "Sglang"}
+COUNTING = ("vllm", "llamacpp")
+GENERATED = {
+    "vllm": "vllm:generation_tokens_total",
+    "llamacpp": "llamacpp:tokens_predicted_total",
+    "sglang": "sglang:generation_tokens_total",
+}
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-GENERATED = {"vllm": "vllm:generation_tokens_total", "sglang": "sglang:generation_tokens_total"}
 LENGTH = "sglang:spec_accept_length"
-METRICS = (DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT, *GENERATED.values(), LENGTH)
+
+
+def counter(engine: str, what: str) -> str:
+    """what: drafts, draft_tokens or accepted_tokens."""
+    return f"{engine}:spec_decode_num_{what}_total"
+
+
+METRICS = (
+    *(counter(engine, what) for engine in COUNTING for what in ("drafts", "draft_tokens", "accepted_tokens")),
+    ACCEPTED_AT,
+    *GENERATED.values(),
+    LENGTH,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +70,13 @@ def accept_length(engine: str, matcher: str = "") -> str:
     """PromQL of the tokens per round, the bonus token included."""
     if engine == "sglang":
         return f"avg by (model_name) (avg_over_time({LENGTH}{matcher}[{WINDOW}]))"
-    return f"(1 + {_rate(ACCEPTED, matcher)} / {_rate(DRAFTS, matcher)})"
+    return f"(1 + {_rate(counter(engine, 'accepted_tokens'), matcher)} / {_rate(counter(engine, 'drafts'), matcher)})"
 
 
 def _busy(engine: str, matcher: str) -> str:
     if engine == "sglang":
         return f"sum by (model_name) (increase({GENERATED[engine]}{matcher}[{WINDOW}])) > {ROUNDS}"
-    return f"sum by (model_name) (increase({DRAFTS}{matcher}[{WINDOW}])) > {ROUNDS}"
+    return f"sum by (model_name) (increase({counter(engine, 'drafts')}{matcher}[{WINDOW}])) > {ROUNDS}"
 
 
 def _off(engine: str, matcher: str) -> str:
@@ -67,16 +84,16 @@ def _off(engine: str, matcher: str) -> str:
     drafting = (
         f"avg by (model_name) (avg_over_time({LENGTH}{matcher}[{WINDOW}])) > 1"
         if engine == "sglang"
-        else f"{_rate(DRAFTS, matcher)} > 0"
+        else f"{_rate(counter(engine, 'drafts'), matcher)} > 0"
     )
     return f"{answering} unless {drafting}"
 
 
 def rules(name: str, limits: Thresholds, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A Prometheus rule file as a value, for vLLM (and our server) and SGLang. labels: of the series to watch, such as {"job": "qwen"}."""
+    """A Prometheus rule file as a value, for each of ENGINES; those of engines that do not run stay silent. labels: of the series to watch, such as {"job": "qwen"}."""
     matcher = "{" + ", ".join(f'{k}="{_quoted(v)}"' for k, v in sorted((labels or {}).items())) + "}" if labels else ""
     found = []
-    for engine, title in (("vllm", "Vllm"), ("sglang", "Sglang")):
+    for engine, title in ENGINES.items():
         length, busy = accept_length(engine, matcher), _busy(engine, matcher)
         found.append(
             _rule(
@@ -131,7 +148,7 @@ def rules_yaml(name: str, limits: Thresholds, labels: Mapping[str, str] | None =
 def dashboard(name: str, limits: Thresholds, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A Grafana dashboard: accepted length of both engines with the thresholds, acceptance by position, drafted and generated tokens."""
     matcher = "{" + ", ".join(f'{k}="{_quoted(v)}"' for k, v in sorted((labels or {}).items())) + "}" if labels else ""
-    by_position = f"sum by (model_name, position) (rate({ACCEPTED_AT}{matcher}[{WINDOW}])) / on (model_name) group_left {_rate(DRAFTS, matcher)}"
+    by_position = f"sum by (model_name, position) (rate({ACCEPTED_AT}{matcher}[{WINDOW}])) / on (model_name) group_left {_rate(counter('vllm', 'drafts'), matcher)}"
     marks = [{"color": "red", "value": None}]
     if limits.worthless is not None and limits.worthless < limits.drop:
         marks.append({"color": "orange", "value": limits.worthless})
@@ -139,7 +156,7 @@ def dashboard(name: str, limits: Thresholds, labels: Mapping[str, str] | None = 
     panels = [
         _panel(
             "Accepted length (tokens per round)",
-            [(accept_length(e, matcher), f"{{{{model_name}}}} ({e})") for e in ("vllm", "sglang")],
+            [(accept_length(e, matcher), f"{{{{model_name}}}} ({e})") for e in ENGINES],
             marks,
         ),
         _panel("Share of rounds accepted through a position", [(by_position, "position {{position}}")]),
@@ -149,7 +166,11 @@ def dashboard(name: str, limits: Thresholds, labels: Mapping[str, str] | None = 
         ),
         _panel(
             "Drafted and accepted tokens per second",
-            [(_rate(DRAFTED, matcher), "drafted"), (_rate(ACCEPTED, matcher), "accepted")],
+            [
+                (_rate(counter(engine, f"{what}_tokens"), matcher), f"{what} ({engine})")
+                for engine in COUNTING
+                for what in ("draft", "accepted")
+            ],
         ),
     ]
     for i, panel in enumerate(panels):

@@ -13,7 +13,7 @@ from stubs import StubServer, chat
 
 from dflash_train.check import Finding
 from dflash_train.rollout import traffic, watch
-from dflash_train.rollout.greedy import PROMPTS, fork, greedy_step, read_prompts
+from dflash_train.rollout.greedy import PROMPTS, fork, greedy_step, local_rescore, read_prompts
 from dflash_train.rollout.pair import (
     Candidate,
     Outcome,
@@ -275,6 +275,13 @@ def test_without_log_probabilities_a_difference_is_undecided_or_rescored():
     assert not greedy(*servers(), rescore=lambda messages, one, other: False).ok
 
 
+def test_the_target_here_says_what_is_no_near_tie(target_dir):
+    judge = local_rescore(str(target_dir), "float32")
+    asked = [{"role": "user", "content": "w20 w30"}]
+    assert judge(asked, "w40 w50", "w41 w50") is False
+    assert local_rescore("no such folder", "float32")  # it is read when it is needed
+
+
 def test_another_finish_reason_is_a_difference():
     cut = StubServer(lambda body, number: chat("The cat", finish="length"))
     assert not greedy(served("The cat", usage=None), cut).ok
@@ -392,14 +399,11 @@ def evaluate(expr, values):
 
 
 def of(tau, tokens=100.0):
-    rounds = tokens / tau
-    return {
-        watch.DRAFTS: rounds,
-        watch.ACCEPTED: tokens - rounds,
-        watch.GENERATED["vllm"]: tokens,
-        watch.GENERATED["sglang"]: tokens,
-        watch.LENGTH: tau,
-    }
+    """Rates of all engines at this accepted length."""
+    rounds, found = tokens / tau, dict.fromkeys(watch.GENERATED.values(), tokens)
+    for engine in watch.COUNTING:
+        found |= {watch.counter(engine, "drafts"): rounds, watch.counter(engine, "accepted_tokens"): tokens - rounds}
+    return found | {watch.LENGTH: tau}
 
 
 def alerts(labels=None):
@@ -422,7 +426,7 @@ def alerts(labels=None):
     return {rule["alert"]: rule["expr"] for group in found["groups"] for rule in group["rules"]}
 
 
-@pytest.mark.parametrize("engine", ["Vllm", "Sglang"])
+@pytest.mark.parametrize("engine", watch.ENGINES.values())
 @pytest.mark.parametrize("labels", [None, {"job": 'a"b', "pod": "x"}])
 def test_alerts_fire_when_they_should(engine, labels):
     found = alerts(labels)
@@ -432,7 +436,7 @@ def test_alerts_fire_when_they_should(engine, labels):
     for tau, fires in ((4.0, (False, False)), (3.3, (True, False)), (1.5, (True, True))):
         assert (evaluate(dropped, of(tau)), evaluate(worthless, of(tau))) == fires, tau
         assert not evaluate(off, of(tau))
-    silent = of(4.0) | {watch.DRAFTS: 0.0, watch.ACCEPTED: 0.0, watch.LENGTH: 0.0}
+    silent = dict.fromkeys(of(4.0), 0.0) | dict.fromkeys(watch.GENERATED.values(), 100.0)
     assert evaluate(off, silent)
     assert not any(evaluate(expr, {}) for expr in (dropped, worthless, off))  # nobody asks: nobody is called
     assert not evaluate(dropped, of(1.5, tokens=0.4))  # too few rounds to say
@@ -465,7 +469,7 @@ def test_the_dashboard_is_one_that_grafana_reads():
         places.add((panel["gridPos"]["x"], panel["gridPos"]["y"]))
         for target in panel["targets"]:
             assert '{job="qwen"}' in target["expr"] and target["expr"].count("(") == target["expr"].count(")")
-            assert set(re.findall(r"(?:vllm|sglang):\w+", target["expr"])) <= set(watch.METRICS)
+            assert set(re.findall(r"(?:vllm|sglang|llamacpp):\w+", target["expr"])) <= set(watch.METRICS)
     assert len(places) == len(found["panels"]) == 4
     steps = found["panels"][0]["fieldConfig"]["defaults"]["thresholds"]["steps"]
     assert [s["value"] for s in steps] == [None, 2.2, 3.4]
