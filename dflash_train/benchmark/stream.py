@@ -13,10 +13,11 @@ import httpx
 
 from dflash_train.benchmark.counters import Acceptance, of_response
 from dflash_train.config.values import parse_json
-from dflash_train.generation.openai import RETRIED, named, pause_before, retry_after
+from dflash_train.generation.openai import named, pause_before, retry_after
 
 # What an engine, as its list of models names it, is asked for so that its answers tell of acceptance. SGLang refuses return_meta_info in streams.
 ASKED = {"sglang": "return_spec_tokens_details", "dflash-train": "return_meta_info"}
+BUSY = {429, 503}  # all others are the server's faults, or ours, and count as such
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")  # of a delta
 
 
@@ -191,7 +192,7 @@ async def _once(target: Target, sent: dict[str, Any], record: Record, began: flo
         kind = response.headers.get("content-type", "")
         if response.status_code != 200 or "text/event-stream" not in kind:
             said = " ".join((await response.aread()).decode("utf-8", "replace").split())[:300] or "(no text)"
-            if response.status_code in RETRIED and not last_try:
+            if response.status_code in BUSY and not last_try:
                 asked = retry_after(response)
                 return pause_before(record.tries) if asked is None else asked
             what = f"HTTP {response.status_code}" if response.status_code != 200 else f"no stream ({kind or 'no type'})"

@@ -22,7 +22,7 @@ from dflash_train.benchmark import output
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = 40
+TOKENS = 24
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def counters(url: str) -> dict[str, float]:
 def prompts(tmp_path_factory) -> Path:
     """In the words that the toy tokenizer has."""
     file = tmp_path_factory.mktemp("prompts") / "toy.jsonl"
-    file.write_text("".join(json.dumps({"turns": [f"{'abcdefgh'[i % 8]} {i}"]}) + "\n" for i in range(24)))
+    file.write_text("".join(json.dumps({"turns": [f"w{20 + i} w{60 - i}"]}) + "\n" for i in range(24)))
     return file
 
 
@@ -108,7 +108,7 @@ def test_the_reference_client_on_our_server(pair, tmp_path, capsys, monkeypatch)
     """dflash 0.1.0's benchmark and ours with the same prompts: greedy answers, so rounds and accept length are the same to the last digit that
     it prints; throughput within a factor of two, for this machine runs other tests too."""
     reference = pytest.importorskip("dflash.cli", reason="make rivals installs it")
-    rows = [{"prompt": f"{'abcdefgh'[i % 8]} {i}"} for i in range(40)]
+    rows = [{"prompt": f"w{20 + i} w{60 - i}"} for i in range(40)]
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: rows)
     common = ["--dataset", "mbpp", "--model", "toy", "--num-prompts", "24", "--concurrency", "4", "--max-new-tokens", str(TOKENS), "--base-url", pair[1]]  # fmt: skip
     reference.main(["benchmark", "openai", *common])
