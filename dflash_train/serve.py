@@ -35,7 +35,7 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 @dataclass(kw_only=True)
 class Loaded:
-    """What is served. draft_length: tokens drafted per verification, 0 for plain decoding; drafter_bytes: of its weights."""
+    """What is served. draft_length: tokens drafted per verification, 0 for plain decoding; memory: what is held, in words."""
 
     recipe: Recipe
     tokenizer: Any

@@ -8,7 +8,7 @@ import pytest
 import toys
 import yaml
 
-from dflash_train import check, evaluate, export, train
+from dflash_train import check, evaluate, export, serve, train
 from dflash_train.config.load import find_recipe, knobs, load_recipe, to_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +21,7 @@ COMMANDS = {
     "train": train.main,
     "evaluate": evaluate.main,
     "export": export.main,
+    "serve": serve.main,
     "regenerate": toys.script("regenerate").main,
     "inspect_data": toys.script("inspect_data").main,
 }
