@@ -21,8 +21,8 @@ LAYERS = [
     {"build", "walk", "card", "faults"},
     {"generation", "feed"},
     {"regenerate", "client", "check", "benchmark", "server"},
-    {"export", "evaluate", "serve"},
-    {"heldout", "report"},
+    {"export", "evaluate", "serve", "advise"},
+    {"heldout", "report", "rollout"},
     {"start"},
     {"train"},
 ]
