@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from dflash_train.drafter.layers import Context, ContextRows, DraftLayer, RMSNorm, compiled, project, rotation
-from dflash_train.drafter.mask import dense_mask
+from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
-from dflash_train.kernels.attention import block_spans
 from dflash_train.types import DraftBlocks
 
 
@@ -50,7 +49,7 @@ class Drafter(nn.Module):
 
     def masks(self, blocks: DraftBlocks, document_ids_BT: torch.Tensor, *, flex: bool) -> dict:
         """One mask per distinct window of the layers."""
-        build = block_spans if flex else dense_mask
+        build = flex_mask if flex else dense_mask
         windows = {self.spec.window(n) for n in range(self.spec.num_hidden_layers)}
         return {w: build(blocks, document_ids_BT, self.spec.block_size, w, self.spec.is_causal) for w in windows}
 
