@@ -119,7 +119,12 @@ HOPPER_TILES = {
 def _tiles(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, int | bool] | None:
     """Flex attention's options where its own choice is not the best."""
     measured = dtype.itemsize == 2 and head_dim == 128 and device.type == "cuda"
-    return HOPPER_TILES if measured and torch.cuda.get_device_capability(device) == (9, 0) else None
+    return HOPPER_TILES if measured and _is_hopper(device.index) else None
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(gpu: int | None) -> bool:
+    return torch.cuda.get_device_capability(gpu) == (9, 0)
 
 
 def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
