@@ -11,6 +11,7 @@ import importlib.util
 import os
 import signal
 import socket
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +30,15 @@ from dflash_train.target.hf import HFTarget, stop_ids
 from dflash_train.types import TargetInfo
 
 MAX_LENGTH = 4096
+SWITCH_SECONDS = 0.0005
 NOT_SAMPLED = ("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 @dataclass(kw_only=True)
 class Loaded:
-    """What is served. draft_length: tokens drafted per verification, 0 for plain decoding; memory: what is held, in words."""
+    """What is served. draft_length: tokens drafted per verification, 0 for plain decoding; memory: what is held, and how long graphs took
+    to capture, in words."""
 
     recipe: Recipe
     tokenizer: Any
@@ -141,6 +144,8 @@ def _memory(model: torch.nn.Module, drafter: torch.nn.Module | None, per_token: 
     parts = [f"target {size(model):.0f} MiB"]
     if drafter is not None:
         parts.append(f"drafter {size(drafter):.0f} MiB")
+    if slots.use_graphs:
+        parts.append(f"graphs captured in {slots.capture_seconds:.1f} s")
     return ", ".join([*parts, f"caches {per_token * slots.stride * (slots.slots + 1) / 2**20:.0f} MiB"])
 
 
@@ -184,6 +189,8 @@ def serve(args: Namespace) -> int:
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}: pip install 'dflash-train[serve]'")
     key, bound = api_key(args.api_key_env), listen(args.host, args.port)
+    # Between two steps the decoding thread has to get hold of the interpreter from the thread that answers clients, while the GPU waits.
+    sys.setswitchinterval(SWITCH_SECONDS)
 
     import uvicorn
 

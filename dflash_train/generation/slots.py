@@ -24,6 +24,10 @@ from dflash_train.target.varlen import NO_MASK_SHAPE, TOLERANCE, enable_varlen
 PERIOD = 8
 PREFILL_TOKENS = 16384
 SMALLEST = 32
+# Where prompts come one at a time they are padded to so many tokens together, so that reading them is a graph too: launched one by one from
+# Python, the operations of a small target take ten times as long as they run, and every other answer waits for them.
+PROMPT_SIZES = (128, 256, 512, 1024)
+PROMPT_ROWS = 8
 
 
 class SlotCache:
@@ -113,6 +117,8 @@ class Slots:
         self.snapshots: deque[_Snapshot] = deque()
         self.news: list[tuple[int, list[int]]] = []
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.prompt_sizes = PROMPT_SIZES if self.streaming and self.use_graphs else ()
+        self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.capture_seconds = 0.0
@@ -168,27 +174,62 @@ class Slots:
     def _prefill(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
         """Read prompts into their slots; returns the logits (rows, V) of their last tokens."""
         lengths = [len(request.prompt_ids) for request in requests]
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        ids = torch.tensor([token for request in requests for token in request.prompt_ids])
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        base = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)) * self.stride
-        ids, positions, places, last = self._put(ids, positions, base + positions, ends[1:] - 1)
-        (starts,) = self._put(ends.int())
-        self.cache.places, self.cache.prefill = places, True
+        size = next((size for size in self.prompt_sizes if size >= sum(lengths) and len(slots) <= PROMPT_ROWS), None)
+        prompts = prompt_tensors(slots, [request.prompt_ids for request in requests], self.stride)
+        if size is None:
+            return self._read(*self._put(*prompts), max(lengths))
+        prompts = padded_prompts(prompts, size, self.scratch * self.stride, self.stride)
+        if not self.use_graphs:
+            return self._read(*self._put(*prompts), size)[: len(slots)]
+        graph, static, logits = self._prompt_graph(size)
+        for kept, new in zip(static, self._put(*prompts), strict=True):
+            kept.copy_(new)
+        graph.replay()
+        return logits[: len(slots)]
+
+    def _read(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        places_T: torch.Tensor,
+        last_R: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+    ) -> torch.Tensor:
+        """Prompts laid side by side through the model; the logits (R, V) at `last_R`."""
+        self.cache.places, self.cache.prefill = places_T, True
         logits = self.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
             attention_mask=self.no_mask,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=last,
+            logits_to_keep=last_R,
             cu_seq_lens_q=starts,
             cu_seq_lens_k=starts,
-            max_length_q=max(lengths),
-            max_length_k=max(lengths),
+            max_length_q=longest,
+            max_length_k=longest,
         ).logits[0]
         self.cache.prefill = False
         return logits
+
+    def _prompt_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]:
+        """The reading of prompts of together at most `size` tokens: graph, what it reads, and the logits that it writes."""
+        if size not in self.prompt_graphs:
+            started = time.monotonic()
+            nothing = prompt_tensors([], [], self.stride)
+            static = self._put(*padded_prompts(nothing, size, self.scratch * self.stride, self.stride))
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                self._read(*static, size)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = self._read(*static, size)
+            self.prompt_graphs[size] = graph, static, logits
+            self.capture_seconds += time.monotonic() - started
+        return self.prompt_graphs[size]
 
     def _decode(self, slot_N: torch.Tensor) -> torch.Tensor:
         """One token of each slot through the model: logits (N, V)."""
@@ -300,6 +341,8 @@ class Slots:
         """Capture all graphs now, for greedy requests or for others."""
         for size in self._sizes() if self.use_graphs else []:
             self._graph(size, sampled)
+        for size in reversed(self.prompt_sizes if self.use_graphs else ()):
+            self._prompt_graph(size)
 
     def _run_period(self) -> None:
         taken = [slot for slot, occupant in enumerate(self.occupants) if occupant is not None]
@@ -394,6 +437,30 @@ class Slots:
             self.side.wait_event(event)
             index = torch.tensor(slots).pin_memory().to(self.device, non_blocking=True)
             return [result.cpu().tolist() for result in [result[index] for result in self._results()]]
+
+
+def prompt_tensors(slots: list[int], prompts: list[list[int]], stride: int) -> list[torch.Tensor]:
+    """On the host: ids, positions and places (T,) of prompts side by side, where each one's last token stands (rows,), and int32 (rows + 1,)
+    where each begins."""
+    lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.long)
+    ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    ids = torch.tensor([token for ids in prompts for token in ids], dtype=torch.long)
+    positions = torch.arange(len(ids)) - ends[:-1].repeat_interleave(lengths)
+    base = torch.tensor(slots, dtype=torch.long).repeat_interleave(lengths) * stride
+    return [ids, positions, base + positions, ends[1:] - 1, ends.int()]
+
+
+def padded_prompts(prompts: list[torch.Tensor], size: int, scratch: int, stride: int) -> list[torch.Tensor]:
+    """`prompt_tensors` made up to `size` tokens and PROMPT_ROWS rows by empty prompts and one of zeros, which goes to the `stride` places from `scratch` on."""
+    ids, positions, places, last, starts = prompts
+    rest, missing = torch.arange(size - len(ids)), PROMPT_ROWS - len(last)
+    return [
+        torch.cat([ids, torch.zeros_like(rest)]),
+        torch.cat([positions, rest % stride]),
+        torch.cat([places, scratch + rest % stride]),
+        torch.cat([last, last.new_zeros(missing)]),
+        torch.cat([starts, starts[-1:].expand(missing), starts.new_full((1,), size)]),
+    ]
 
 
 def cache_bytes_per_token(model: nn.Module) -> int:

@@ -94,14 +94,20 @@ class SpeculativeSlots(Slots):
             ._replace(rounds=tuple(gains[:cycles]), accepted=tuple(accepted[:cycles]))
         )
 
-    def _prefill(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
+    def _read(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        places_T: torch.Tensor,
+        last_R: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+    ) -> torch.Tensor:
         self.target.clear()
-        logits = super()._prefill(slots, requests)
-        lengths = [len(request.prompt_ids) for request in requests]
-        (positions,) = self._put(torch.cat([torch.arange(length) for length in lengths])[None])
+        logits = super()._read(ids_T, positions_T, places_T, last_R, starts, longest)
         with self.step_module.autocast():
             features = self.target.collect().to(self.step_module.dtype)
-            self.drafts.extend(features, positions, self.cache.places)
+            self.drafts.extend(features, positions_T[None], places_T)
         return logits
 
     def _step(self, slot_N: torch.Tensor, sampled: bool) -> None:

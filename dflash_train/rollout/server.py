@@ -86,7 +86,7 @@ class Server:
             props = _get(self.client, f"{self.root}/props") or {}
             settings = (props.get("default_generation_settings") or {}).get("params") or {}
             return props.get("build_info"), {k: v for k, v in settings.items() if k.startswith("speculative")}
-        found = _get(self.client, f"{self.root}/version") or {}  # vLLM, TensorRT-LLM
+        found = _get(self.client, f"{self.root}/version") or {}  # vLLM, TensorRT-LLM, our server
         return found.get("version"), {k: v for k, v in found.items() if k != "version"}
 
     def greedy(self, messages: list[dict[str, Any]], max_tokens: int, *, logprobs: bool = False) -> Said:

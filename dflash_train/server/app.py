@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dflash_train import __version__
 from dflash_train.data.chat import prompt_ids
 from dflash_train.data.template import TEMPLATE_ERRORS
 from dflash_train.generation.base import Decoded, Request
@@ -160,6 +161,9 @@ def build_app(service: Service) -> Starlette:
     async def health(http: HttpRequest) -> Response:
         return Response(status_code=200 if service.scheduler.error is None else 503)
 
+    async def version(http: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})  # where vLLM says it
+
     async def metrics(http: HttpRequest) -> Response:
         counts = service.scheduler.metrics
         return Response(counts.text(), headers={"Content-Type": counts.content_type})
@@ -171,6 +175,7 @@ def build_app(service: Service) -> Starlette:
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
+            Route("/version", version),
             Route("/metrics", metrics),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _fault},
@@ -244,7 +249,7 @@ async def _api_error(http: HttpRequest, error: Exception) -> Response:
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/chat/completions, /v1/completions (POST), /v1/models, /health, /metrics (GET)"
+    known = "/v1/chat/completions, /v1/completions (POST), /v1/models, /health, /version, /metrics (GET)"
     text = f"{http.method} {http.url.path}: {error.detail}; this server has {known}"
     return JSONResponse(ApiError(error.status_code, text).body(), status_code=error.status_code, headers=error.headers)
 

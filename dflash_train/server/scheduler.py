@@ -17,6 +17,9 @@ from dflash_train.server.protocol import ApiError
 
 Event = list[int] | Decoded | ApiError  # tokens that came; the end; why there will be no end
 RETRY_SECONDS = 1
+# Tokens of one answer are told together where they come faster: nobody reads that fast, and text, JSON and bytes of every token by itself cost
+# server and client more than a small target's step.
+TELL_SECONDS = 0.02
 
 
 @dataclass
@@ -24,7 +27,8 @@ class _Job:
     request: Request
     deliver: Callable[[Event], None]
     arrived: float = field(default_factory=time.monotonic)
-    last: float | None = None  # when tokens came last
+    last: float | None = None  # when tokens were told last
+    held: list[int] = field(default_factory=list)  # tokens that are not told yet
     cancelled: str | None = None  # why
 
 
@@ -80,12 +84,17 @@ class Scheduler:
     # --- in the thread ---
 
     def _run(self) -> None:
+        holding: dict[int, _Job] = {}
         try:
             while self._obey():
                 finished = self.slots.advance() if self.slots.in_flight else []
                 now = time.monotonic()
                 for key, tokens in self.slots.take_news():
-                    self._tell(self._jobs[key], tokens, now)
+                    holding[key] = self._jobs[key]
+                    holding[key].held += tokens
+                due = [key for key, job in holding.items() if job.last is None or now - job.last >= TELL_SECONDS]
+                for key in {*due, *(key for key, _ in finished if key in holding)}:
+                    self._tell(holding.pop(key), now)
                 for key, decoded in finished:
                     self._end(key, decoded, now)
         except BaseException as error:  # whatever it is, nobody may wait for it for ever
@@ -115,7 +124,8 @@ class Scheduler:
                     self._end(key, Decoded([], "length"), time.monotonic())
         return True
 
-    def _tell(self, job: _Job, tokens: list[int], now: float) -> None:
+    def _tell(self, job: _Job, now: float) -> None:
+        tokens, job.held = job.held, []
         self.metrics.generated.inc(len(tokens))
         if job.last is None:
             self.metrics.first.observe(now - job.arrived)

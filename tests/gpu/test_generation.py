@@ -15,7 +15,7 @@ from dflash_train.data.stream import assemble
 from dflash_train.drafter.decode import DraftSession, DraftSlots
 from dflash_train.drafter.model import Drafter
 from dflash_train.generation.base import Request
-from dflash_train.generation.slots import Slots, difference_from_plain
+from dflash_train.generation.slots import PROMPT_SIZES, Slots, difference_from_plain
 from dflash_train.generation.speculative import SpeculativeSlots
 from dflash_train.kernels.sample import filter_kernel, filter_reference, kept_weights, sample_kernel, sample_reference
 from dflash_train.method import DraftStep
@@ -220,6 +220,7 @@ def test_slots_of_a_server_stream_cancel_and_mix_greedy_with_sampled_requests(dr
     assert set(slots.graphs) == {
         (size, sampled) for size in sizes for sampled in ({False, True} if drafter else {True})
     }
+    assert set(slots.prompt_graphs) == set(PROMPT_SIZES)
     prompts = [[source.randrange(1000) for _ in range(source.randrange(1, 60))] for _ in range(30)]
     for i, prompt in enumerate(prompts):
         temperature = 0.8 if i % 3 == 0 else 0.0

@@ -16,6 +16,9 @@ import pytest
 import toys
 from own_server import Server, serving, stream
 
+from dflash_train import __version__
+from dflash_train.rollout.server import Server as RolloutServer
+
 pytest.importorskip("uvicorn", reason="the extra serve")
 pytestmark = pytest.mark.slow
 
@@ -44,6 +47,12 @@ def with_drafter(overfitted, target_dir, tmp_path_factory):
     name = ["--served-model-name", "toy", "--slots", str(AT_ONCE)]
     with serving(folder, "--target", str(target_dir), "--drafter", str(export), *name) as server:
         yield server
+
+
+def test_the_rollout_knows_engine_and_version(with_drafter):
+    server = RolloutServer.open(f"{with_drafter.url}/v1")
+    server.close()
+    assert (server.engine, server.version, server.model) == ("dflash-train", __version__, "toy")
 
 
 def test_with_and_without_drafter_the_answers_are_the_same_alone_and_together(

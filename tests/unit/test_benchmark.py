@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -71,17 +72,22 @@ def test_an_event_is_there_as_soon_as_its_blank_line():
 
 @pytest.mark.parametrize("quirk", [{}, {"newline": "\r\n"}, {"cut_bytes": 7, "comments": True}], ids=str)
 def test_tokens_are_those_of_usage_and_times_those_of_the_stream(quirk):
-    """Ten tokens come in four pieces: counting pieces would say four."""
+    """Ten tokens come in four pieces: counting pieces would say four. A busy machine makes everything later, also the first text that is seen:
+    what was waited for holds for every request, the pauses behind the first text for the one that was disturbed least."""
+    started = time.monotonic()
     with pretending(Pretender(first=0.05, pause=0.03, **quirk)) as server:
         arm = only(run(server, work=prompts(3), settings=replace(SETTINGS, num_prompts=3)))
+    elapsed = time.monotonic() - started
     assert (arm["requests"], arm["failed"], arm["output_tokens"], arm["tokens_from"]) == (3, 0, 30, ["usage"])
-    for record in arm["records"]:
-        assert 0.05 <= record["ttft"] < 0.2 and record["prompt_tokens"] == 7 and record["finish_reason"] == "stop"
-        assert len(record["gaps"]) == 3 or quirk  # several network pieces of one event are one
-        assert 0.09 <= record["last"] - record["ttft"] < 0.4 and record["latency"] >= record["last"]
-        assert record["latency"] >= 0.14
     spans = [r["last"] - r["ttft"] for r in arm["records"]]
-    assert arm["itl_s"]["mean"] == pytest.approx(sum(spans) / (3 * 9)) and 0.01 <= arm["itl_s"]["p50"] < 0.045
+    for record, span in zip(arm["records"], spans, strict=True):
+        assert record["prompt_tokens"] == 7 and record["finish_reason"] == "stop"
+        assert 0.05 <= record["ttft"] < record["last"] <= record["latency"] and 0.14 <= record["last"]
+        assert len(record["gaps"]) == 3 or quirk  # several network pieces of one event are one
+        assert sum(record["gaps"]) == pytest.approx(span)
+    assert max(spans) >= 0.07 and sum(r["latency"] for r in arm["records"]) < elapsed
+    assert arm["itl_s"]["mean"] == pytest.approx(sum(spans) / (3 * 9))
+    assert min(spans) / 9 <= arm["itl_s"]["p50"] <= max(spans) / 9
     assert arm["tok_s"] == pytest.approx(30 / arm["wall_s"])
     assert arm["busy_tok_s"] == pytest.approx(30 / sum(r["latency"] for r in arm["records"]))
     assert arm["ttft_s"]["p99"] <= max(r["ttft"] for r in arm["records"])

@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client", reason="the extra serve")
 from starlette.testclient import TestClient  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
-from dflash_train import serve  # noqa: E402
+from dflash_train import __version__, serve  # noqa: E402
 from dflash_train.assets import resolve  # noqa: E402
 from dflash_train.config.load import CheckFailed  # noqa: E402
 from dflash_train.data.chat import load_tokenizer, prompt_ids  # noqa: E402
@@ -240,6 +240,27 @@ def test_greedy_and_sampled_requests_side_by_side_do_not_change_each_other(pair)
 
 
 @pytest.mark.parametrize("drafter", [True, False])
+def test_prompts_padded_to_a_few_sizes_read_as_they_are(pair, drafter: bool):
+    """What a server does on CUDA, where each size is a graph. A hundred tokens of padding are more than the slot behind the others holds."""
+    prompts = [prompt * (1 + i % 3) for i, prompt in enumerate(toys.prompts(9))]
+    slots = slots_of(pair, drafter=drafter, slots=9)
+    longest = max(map(len, prompts))
+    slots.prompt_sizes = (longest, longest + 100)
+    sizes, read = [], slots._read
+    slots._read = lambda *prompts: sizes.append(prompts[-1]) or read(*prompts)
+    answers, waves = {}, [[0], [1, 2, 3], list(range(9))]  # nine together are more rows than a padded one has
+    for wave, keys in enumerate(waves):
+        for key in keys:
+            slots.submit(key, Request(messages=[], prompt_ids=prompts[key], max_new_tokens=16, seed=0))
+        answers = {}
+        while slots.in_flight:
+            answers.update(slots.advance())
+        for key in keys:
+            assert answers[key].token_ids == plain_decode(pair.target, prompts[key], 16, {2}).token_ids, (wave, key)
+    assert sizes == [longest, longest + 100, longest]
+
+
+@pytest.mark.parametrize("drafter", [True, False])
 def test_ignored_stop_tokens_do_not_end_an_answer(pair, drafter: bool):
     prompt = toys.prompts(1)[0]
     stop = plain_decode(pair.target, prompt, 30, set()).token_ids[7]
@@ -330,6 +351,19 @@ def test_usage_and_meta_info_tell_what_the_drafter_gained(pair):
         assert f"num_draft_tokens_total{{{at}}} {accepted + float(details['rejected_prediction_tokens'])}" in counted
 
 
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0, 20, 24), (60.0, 2, 2)])
+def test_tokens_that_come_fast_are_told_together(pair, monkeypatch, seconds: float, least: int, most: int):
+    """The first at once, the last with the end, whatever was held."""
+    monkeypatch.setattr("dflash_train.server.scheduler.TELL_SECONDS", seconds)
+    with Open(slots_of(pair, drafter=False, stop=()), draft_length=0) as open_:
+        ask = {"max_tokens": 24, "stream": True, "return_token_ids": True}
+        told = [c["choices"][0]["token_ids"] for c in events(open_.chat(**ask))]
+        whole = open_.chat(max_tokens=24, return_token_ids=True).json()["choices"][0]["token_ids"]
+        told = [ids for ids in told if ids]
+        assert sum(told, []) == whole and least <= len(told) <= most and len(told[0]) < 3
+        assert 'generation_tokens_total{engine="0",model_name="toy"} 48.0' in open_.client.get("/metrics").text
+
+
 def test_a_stop_text_ends_an_answer_and_frees_its_slot(pair):
     with Open(slots_of(pair, drafter=True, slots=1)) as open_:
         whole = open_.chat(max_tokens=24).json()["choices"][0]["message"]["content"].split(" ")
@@ -352,6 +386,7 @@ def test_errors_of_a_running_server(pair):
         assert open_.chat().status_code == 401
         assert open_.client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
         assert open_.client.get("/health").status_code == open_.client.get("/metrics").status_code == 200
+        assert open_.client.get("/version").json() == {"version": __version__}
         open_.client.headers["Authorization"] = "Bearer secret-key"
         assert open_.client.get("/v1/models").json()["data"][0]["id"] == "toy"
         for status, code, said, fields in (
