@@ -57,8 +57,6 @@ FIRST = {"is_high_priority_stream": True}
 VARIANTS = {
     "ddp": {},
     "ddp, buckets of 100 MiB": {"bucket_cap_mb": 100},
-    "ddp, static graph": {"static_graph": True},
-    "ddp, exchange preferred": {"nccl": FIRST},
     "ddp, exchange preferred, 8 blocks": {"nccl": FIRST | {"max_ctas": 8}},
 }
 STEPS, EVERY = 12, 4  # of the runs that are compared: their steps, and the steps between checkpoints
