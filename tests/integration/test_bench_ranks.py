@@ -113,7 +113,7 @@ def test_two_ranks_are_timed_beside_one_and_a_failure_is_a_result(tmp_path):
     labels = {r["label"]: r for r in results if "label" in r}
     assert labels["tiny: alone"]["rows"] == 1 and labels["tiny: ddp"]["rows"] == 2
     assert labels["tiny: ddp"]["blocks"] == labels["tiny: alone"]["blocks"] == 4  # of one rank
-    assert {"tiny: ddp, static graph", "short documents: ddp"} <= set(labels)
+    assert {"tiny: ddp, buckets of 100 MiB", "short documents: ddp"} <= set(labels)
     assert [r["part"] for r in results if "failed" in r] == ["zero2"] and "needs the deepspeed library" in results[-1][
         "failed"
     ]
