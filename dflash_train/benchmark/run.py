@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
 import httpx
 from tqdm import tqdm
 
+from dflash_train import __version__
 from dflash_train.benchmark import counters
 from dflash_train.benchmark.figures import FORMAT, compare_arms, of_arm
 from dflash_train.benchmark.stream import Record, Sampling, ServerGone, Target, ask
@@ -155,7 +155,7 @@ def measure(
         raise ValueError(f"--baseline {baseline}: no such arm; there are {', '.join(names)}")
     report: dict[str, Any] = {
         "format": FORMAT,
-        "version": version("dflash_train"),
+        "version": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "settings": settings.as_dict(),
         "baseline": baseline,
