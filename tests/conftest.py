@@ -15,6 +15,7 @@ os.environ["HOME"] = tempfile.mkdtemp(prefix="dflash_train-tests-")
 atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 import pytest  # noqa: E402
+import setuptools  # noqa: E402, F401  (torch's compiler wants it, and does not get it once some library has imported pip)
 import torch  # noqa: E402
 import toys  # noqa: E402
 

@@ -188,19 +188,20 @@ def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint
     assert again.returncode != 0 and again.stderr.count(refusal) == 1, again.stderr
 
 
-@pytest.mark.parametrize("what", ["write_certificate", "export_run"])
-def test_what_rank_0_alone_meets_ends_all_ranks_with_its_word(recipe, tmp_path, what):
+@pytest.mark.parametrize(("module", "what"), [("start", "write_certificate"), ("train", "export_run")])
+def test_what_rank_0_alone_meets_ends_all_ranks_with_its_word(recipe, tmp_path, module, what):
     """Before the first step, and behind the last one, where the others wait without a time-out: at once, not when torchrun kills them."""
     script = tmp_path / "failing.py"
     script.write_text(f"""
 import errno
+import dflash_train.{module} as patched
 import dflash_train.train as training
 from dflash_train.config.load import run_command
 
 def failing(*_, **__):
     raise PermissionError(errno.EACCES, "Permission denied", "/its/file")
 
-training.{what} = failing
+patched.{what} = failing
 run_command(training.main)
 """)
     done = torchrun(str(script), "-c", str(recipe), f"output_dir={tmp_path}/run", "evaluate.client=off")
