@@ -23,6 +23,7 @@ from dflash_train import disk
 from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
+from dflash_train.config.values import server_root, whole_numbers
 from dflash_train.folder import read_json
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, why_no_slots
@@ -133,7 +134,8 @@ def read_acceptance(source: str, block_size: int | None = None) -> Acceptance:
     drafted = None if block_size is None else block_size - 1
     if source.startswith(("http://", "https://")):
         try:
-            answer = httpx.get(source if source.endswith("/metrics") else f"{source.rstrip('/')}/metrics", timeout=10)
+            address = source if source.endswith("/metrics") else f"{server_root(source)}/metrics"
+            answer = httpx.get(address, timeout=10)
             answer.raise_for_status()
         except httpx.HTTPError as error:
             raise ValueError(f"{source}: its metrics cannot be had ({error}); start the server with them") from None
@@ -563,17 +565,6 @@ def compare_text(rows: Sequence[Comparison]) -> str:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers from 1 on, rising, of a text such as 1,8,32. Raises ValueError."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise ValueError(f"{text}: must be whole numbers from 1 on, with commas, as in 1,8,32")
-    return found
-
-
 def _others(listed: Sequence[str]) -> dict[int, Acceptance]:
     found = {}
     for text in listed:
@@ -597,7 +588,13 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "-c", "--config", metavar="RECIPE", help="recipe of the pair to measure, where its folder has none"
     )
-    made.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)), help="default: %(default)s")
+    made.add_argument(
+        "--concurrency",
+        nargs="+",
+        metavar="N",
+        default=[*map(str, CONCURRENCY)],
+        help=f"requests in flight to advise for (default: {' '.join(map(str, CONCURRENCY))})",
+    )
     made.add_argument("--block-size", type=int, help="K, where the acceptance or --times do not say it")
     made.add_argument(
         "--layers",
@@ -630,7 +627,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
-    concurrency = numbers(args.concurrency)
+    concurrency = whole_numbers(args.concurrency)
     acceptance = read_acceptance(args.acceptance, args.block_size)
     if args.measure:
         run = open_source(args.measure, args.config, [])

@@ -202,7 +202,8 @@ def test_the_pair_is_timed_here(overfitted):
     )
     assert again == found
     text = table(acceptance(0.7), found, [1, 2, 3, 9], 1.1)
-    assert "m: timed" in text and "i: time interpolated" in text and "x: time extrapolated" in text
+    assert "x: time extrapolated" in text  # which block is best, and so the other letters, are up to the machine
+    assert [predict(acceptance(0.7), found, n, 7).basis for n in (1, 2, 3, 9)] == ["m", "i", "m", "x"]
 
 
 def benchmark(per_position, measured, itl=(None, None)):

@@ -302,10 +302,15 @@ def test_what_a_server_must_say():
         with pytest.raises(ValueError, match="say which with --model"):
             Server.open(two.url)
         Server.open(two.url, "b").close()
+        Server.open(two.url.removesuffix("/v1"), "b").close()
         with pytest.raises(ValueError, match="not c"):
             Server.open(two.url, "c")
     with pytest.raises(ValueError, match="nobody answers"):
         Server.open(two.url)
+    with pytest.raises(ValueError, match="is no address"):
+        Server.open("localhost:8000")
+    with StubServer(models=(401, {"error": "no key"})) as locked, pytest.raises(ValueError, match="set OPENAI_API_KEY"):
+        Server.open(locked.url)
     with StubServer(lambda body, number: (500, "broken")) as bad:
         server = Server.open(bad.url)
         with pytest.raises(ValueError, match="answered 500"):
