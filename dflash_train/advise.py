@@ -141,8 +141,10 @@ def read_acceptance(source: str, block_size: int | None = None) -> Acceptance:
             raise ValueError(f"{source}: its metrics cannot be had ({error}); start the server with them") from None
         return of_metrics(answer.text, source, drafted)
     path = Path(source)
+    if path.is_dir():  # a run
+        path /= "evaluation.json"
     if not path.is_file():
-        raise ValueError(f"{source}: no such file; give evaluation.json, a saved /metrics, or the address of a server")
+        raise ValueError(f"{path}: no such file; give evaluation.json, a saved /metrics, or the address of a server")
     text = path.read_text(encoding="utf-8")
     if not text.lstrip().startswith("{"):
         return of_metrics(text, source, drafted)
@@ -579,7 +581,7 @@ def arguments() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m dflash_train.advise", description=__doc__.split("\n\n")[0])
     made.add_argument(
         "acceptance",
-        help='evaluation.json, a saved /metrics, the address of a server, or JSON with {"slots": [a_1, ...]}',
+        help='evaluation.json or the run that has it, a saved /metrics, the address of a server, or JSON with {"slots": [a_1, ...]}',
     )
     cost = made.add_mutually_exclusive_group(required=True)
     cost.add_argument("--measure", metavar="RUN_OR_EXPORT", help="time this pair here, on the first GPU or the CPU")

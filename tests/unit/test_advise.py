@@ -179,6 +179,10 @@ def test_what_is_read(tmp_path):
             read_acceptance(str(file))
     with pytest.raises(ValueError, match="no such file"):
         read_acceptance(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="evaluation.json: no such file"):
+        read_acceptance(str(tmp_path))
+    (tmp_path / "evaluation.json").write_text(json.dumps(report))
+    assert read_acceptance(str(tmp_path)).slots == (0.9, 0.5)
 
 
 def test_what_another_depth_must_reach_is_what_it_then_gains():
