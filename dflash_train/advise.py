@@ -23,6 +23,7 @@ from dflash_train import disk
 from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
+from dflash_train.config.values import server_root, whole_numbers
 from dflash_train.folder import read_json
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, why_no_slots
@@ -133,14 +134,17 @@ def read_acceptance(source: str, block_size: int | None = None) -> Acceptance:
     drafted = None if block_size is None else block_size - 1
     if source.startswith(("http://", "https://")):
         try:
-            answer = httpx.get(source if source.endswith("/metrics") else f"{source.rstrip('/')}/metrics", timeout=10)
+            address = source if source.endswith("/metrics") else f"{server_root(source)}/metrics"
+            answer = httpx.get(address, timeout=10)
             answer.raise_for_status()
         except httpx.HTTPError as error:
             raise ValueError(f"{source}: its metrics cannot be had ({error}); start the server with them") from None
         return of_metrics(answer.text, source, drafted)
     path = Path(source)
+    if path.is_dir():  # a run
+        path /= "evaluation.json"
     if not path.is_file():
-        raise ValueError(f"{source}: no such file; give evaluation.json, a saved /metrics, or the address of a server")
+        raise ValueError(f"{path}: no such file; give evaluation.json, a saved /metrics, or the address of a server")
     text = path.read_text(encoding="utf-8")
     if not text.lstrip().startswith("{"):
         return of_metrics(text, source, drafted)
@@ -563,17 +567,6 @@ def compare_text(rows: Sequence[Comparison]) -> str:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers from 1 on, rising, of a text such as 1,8,32. Raises ValueError."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise ValueError(f"{text}: must be whole numbers from 1 on, with commas, as in 1,8,32")
-    return found
-
-
 def _others(listed: Sequence[str]) -> dict[int, Acceptance]:
     found = {}
     for text in listed:
@@ -588,7 +581,7 @@ def arguments() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m dflash_train.advise", description=__doc__.split("\n\n")[0])
     made.add_argument(
         "acceptance",
-        help='evaluation.json, a saved /metrics, the address of a server, or JSON with {"slots": [a_1, ...]}',
+        help='evaluation.json or the run that has it, a saved /metrics, the address of a server, or JSON with {"slots": [a_1, ...]}',
     )
     cost = made.add_mutually_exclusive_group(required=True)
     cost.add_argument("--measure", metavar="RUN_OR_EXPORT", help="time this pair here, on the first GPU or the CPU")
@@ -597,7 +590,13 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "-c", "--config", metavar="RECIPE", help="recipe of the pair to measure, where its folder has none"
     )
-    made.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)), help="default: %(default)s")
+    made.add_argument(
+        "--concurrency",
+        nargs="+",
+        metavar="N",
+        default=[*map(str, CONCURRENCY)],
+        help=f"requests in flight to advise for (default: {' '.join(map(str, CONCURRENCY))})",
+    )
     made.add_argument("--block-size", type=int, help="K, where the acceptance or --times do not say it")
     made.add_argument(
         "--layers",
@@ -630,7 +629,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
-    concurrency = numbers(args.concurrency)
+    concurrency = whole_numbers(args.concurrency)
     acceptance = read_acceptance(args.acceptance, args.block_size)
     if args.measure:
         run = open_source(args.measure, args.config, [])

@@ -253,7 +253,12 @@ def _announcement(args: Namespace, name: str, bound: socket.socket, loaded: Load
 
 
 def main(argv: list[str]) -> int:
-    own = parser("python -m dflash_train.serve", __doc__.split("\n\n")[0], needs_recipe=False)
+    own = parser(
+        "python -m dflash_train.serve",
+        __doc__.split("\n\n")[0],
+        needs_recipe=False,
+        knobs="Knobs (key=value) that matter here: target.* and data.chat_template; docs/configuration.md has them.",
+    )
     own.add_argument("--target", metavar="PATH", help="folder or Hub id; else target.path of the recipe")
     arm = own.add_mutually_exclusive_group(required=True)
     arm.add_argument("--drafter", metavar="EXPORT", help="an export; a run or one of its checkpoints will do too")

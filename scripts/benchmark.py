@@ -19,6 +19,7 @@ from pathlib import Path
 from dflash_train.benchmark import figures, output, workloads
 from dflash_train.benchmark.run import Arm, Settings, measure, parse_arm
 from dflash_train.benchmark.stream import PRESETS, Sampling
+from dflash_train.config.values import whole_numbers
 
 DEFAULT_URL = "http://127.0.0.1:30000"  # dflash 0.1.0's
 
@@ -49,10 +50,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--concurrency",
         nargs="+",
-        type=int,
-        default=list(default.concurrency),
+        default=[*map(str, default.concurrency)],
         metavar="N",
-        help="requests in flight, such as 1 8 32 64",
+        help="requests in flight, such as 1 8 32 64; 1",
     )
     add("--num-prompts", type=int, default=default.num_prompts, help=f"of each cell; {default.num_prompts}")
     add(
@@ -68,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--warmup", type=int, help="requests before a cell; as many as are in flight")
     add("--preset", choices=sorted(PRESETS), help="sampling of the published tables; single options below override it")
-    add("--max-new-tokens", type=int, help=f"{sampling.max_new_tokens}")
-    add("--temperature", type=float, help=f"{sampling.temperature:g}: greedy")
+    add("--max-new-tokens", type=int, help=f"of an answer; {sampling.max_new_tokens}")
+    add("--temperature", type=float, help=f"{sampling.temperature:g}, which is greedy")
     add("--top-p", type=float, help=f"{sampling.top_p:g}")
     add("--top-k", type=int, help=f"{sampling.top_k}: off")
     add("--reasoning", help="off, on, or a level that the target's template knows; the server's default")
@@ -128,7 +128,7 @@ def report_of(arguments: argparse.Namespace) -> dict:
         return figures.joined([output.read(path) for path in arguments.compare], arguments.baseline)
     settings = Settings(
         sampling=sampling_of(arguments),
-        concurrency=tuple(arguments.concurrency),
+        concurrency=tuple(whole_numbers(arguments.concurrency)),
         num_prompts=arguments.num_prompts,
         parts=arguments.parts,
         warm_up=arguments.warmup,

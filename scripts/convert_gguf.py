@@ -102,7 +102,7 @@ def convert(
     last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
     remedy = "see its message"
     if "sentencepiece" in last[0]:
-        remedy = "install what it needs: pip install 'dflash-train[serving]'"
+        remedy = "install what it needs: pip install 'dflash-train[gguf]'"
     elif "pre-tokenizer was not recognized" in done.stderr:
         remedy = "if the target's tokenizer splits text as a known one does, name that with --pre-tokenizer"
     raise ValueError(f"{', '.join(map(str, outputs))}: llama.cpp's converter failed ({last[0]}); {remedy}")

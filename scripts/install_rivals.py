@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RIVALS = {"nemo-automodel": "0.7.0", "dflash": "0.1.0"}
-# The extra `serving`: llama.cpp's server, and what its converter imports for targets with a SentencePiece tokenizer.
+# The extra `gguf`: llama.cpp's server, and what its converter imports for targets with a SentencePiece tokenizer.
 SERVER = {"xllamacpp": "2026.10.11549", "sentencepiece": "0.2.3"}
 MLX = {"mlx": "0.32.0", "mlx-cpu": "0.32.0", "mlx-lm": "0.31.3"} if sys.platform == "linux" else {}  # 41 MB
 # The extra `deepspeed`, without its pins: built from its source archive, nothing of it is compiled.

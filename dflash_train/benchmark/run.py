@@ -20,7 +20,7 @@ from dflash_train.benchmark import counters
 from dflash_train.benchmark.figures import FORMAT, compare_arms, of_arm
 from dflash_train.benchmark.stream import Record, Sampling, ServerGone, Target, ask
 from dflash_train.benchmark.workloads import Prompt, digest, select
-from dflash_train.config.values import is_address, parse_json, without_login
+from dflash_train.config.values import is_address, parse_json, server_root, without_login
 from dflash_train.generation.openai import CONNECT_SECONDS, LANE, Lanes, named
 
 WARM_UP_TOKENS = 64
@@ -46,7 +46,7 @@ class Arm:
 
     @property
     def root(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return server_root(self.url)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -389,17 +389,17 @@ def help_text() -> str:
 
 
 def parser(
-    prog: str, description: str, *, source: str | None = None, needs_recipe: bool = True
+    prog: str, description: str, *, source: str | None = None, needs_recipe: bool = True, knobs: str | None = None
 ) -> argparse.ArgumentParser:
     """The small argparse shared by every command: [SOURCE] -c RECIPE [key=value ...].
 
     source: what the command works on, where it does not only read a recipe; the recipe is then optional. needs_recipe: whether it
-    is required otherwise.
+    is required otherwise. knobs: what is said of them where a list of all would hide the options.
     """
     made = argparse.ArgumentParser(
         prog=prog,
         description=description,
-        epilog="Knobs (key=value):\n" + help_text(),
+        epilog=knobs or "Knobs (key=value):\n" + help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if source:

@@ -52,6 +52,23 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def whole_numbers(words: Iterable[str]) -> list[int]:
+    """Whole numbers from 1 on, rising, of the words of an option: `1 8 32` or `1,8,32`. Raises ValueError."""
+    text = " ".join(words)
+    try:
+        found = sorted({int(part) for part in text.replace(",", " ").split()})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise ValueError(f"{text}: must be whole numbers from 1 on, as in 1 8 32 or 1,8,32")
+    return found
+
+
+def server_root(url: str) -> str:
+    """Address of an OpenAI-compatible server without the /v1 that clients are often given with it."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value read from YAML or JSON is of a type as annotations write it. A whole number is a float, a truth is no number."""
     if kind is Any:

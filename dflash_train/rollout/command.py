@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train import disk
-from dflash_train.advise import LEAST, numbers
+from dflash_train.advise import LEAST
 from dflash_train.assets import public_name, resolve
 from dflash_train.benchmark import output, workloads
 from dflash_train.benchmark.run import Arm, Settings, measure
 from dflash_train.benchmark.stream import Sampling
 from dflash_train.check import check
-from dflash_train.config.values import without_login
+from dflash_train.config.values import whole_numbers, without_login
 from dflash_train.rollout import traffic, watch
 from dflash_train.rollout.greedy import BOUNDS, greedy_step, local_rescore, read_prompts
 from dflash_train.rollout.pair import (
@@ -45,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     made.add_argument("--target", required=True, help="folder or Hub id of the target that is served, or embedded")
     made.add_argument(
-        "--plain", metavar="URL", required=True, help="server without speculation, as in http://localhost:8000/v1"
+        "--plain", metavar="URL", required=True, help="server without speculation, as in http://localhost:8000"
     )
     made.add_argument("--speculative", metavar="URL", required=True, help="the same server with it")
     made.add_argument(
@@ -92,7 +92,11 @@ def arguments() -> argparse.ArgumentParser:
         help="classes of traffic: names that the benchmark knows, or .jsonl files of your own (default: the package's)",
     )
     made.add_argument(
-        "--concurrency", default="1,8,32,64", help="requests in flight that you serve (default: %(default)s)"
+        "--concurrency",
+        nargs="+",
+        default=["1", "8", "32", "64"],
+        metavar="N",
+        help="requests in flight that you serve (default: 1 8 32 64)",
     )
     made.add_argument(
         "--num-prompts", type=int, default=128, help="of each class and concurrency (default: %(default)s)"
@@ -120,7 +124,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0 go, 1 no-go, 2 where something was asked wrongly or a server does not answer."""
     args = arguments().parse_args(argv)
-    concurrency = tuple(numbers(args.concurrency))
+    concurrency = tuple(whole_numbers(args.concurrency))
     target = resolve(args.target, "target")
     record = Record(args.output)
     plain, fast = Server.open(args.plain, args.model), None

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from dflash_train.benchmark import counters
-from dflash_train.config.values import without_login
+from dflash_train.benchmark.run import KEY_ENV
+from dflash_train.config.values import is_address, server_root, without_login
 from dflash_train.rollout.pair import OURS
 
 TOP = 10  # of each token, what a server is asked for; the engines allow 20 or more, llama.cpp any number
@@ -46,20 +47,22 @@ class Server:
 
     @property
     def root(self) -> str:
-        return self.url.removesuffix("/v1")
+        return server_root(self.url)
 
     @classmethod
     def open(cls, url: str, model: str | None = None, timeout: float = 600.0) -> Server:
         """Ask it what it is. Raises ValueError where it does not answer or serves several models and none is named."""
-        url = url.rstrip("/")
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not is_address(url):
+            raise ValueError(f"{without_login(url)}: is no address; give one such as http://localhost:8000")
+        url = f"{server_root(url)}/v1"
+        key = os.environ.get(KEY_ENV, "").strip()
         client = httpx.Client(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
         listed = _get(client, f"{url}/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         if not models:
             client.close()
             raise ValueError(
-                f"{without_login(url)}: lists no models; give the base URL of a running server, as in http://localhost:8000/v1"
+                f"{without_login(url)}: lists no models; give the address of a running server, as in http://localhost:8000"
             )
         names = [str(m.get("id")) for m in models]
         if model is None and len(names) > 1:
@@ -139,15 +142,17 @@ class Server:
 
 
 def _get(client: httpx.Client, url: str) -> Any:
-    """JSON of an address, None where there is none. Raises ValueError where nobody listens."""
+    """JSON of an address, None where there is none. Raises ValueError where nobody listens, or a key is missing."""
     try:
         answer = client.get(url, timeout=15)
+        if answer.status_code in (401, 403):
+            raise ValueError(f"{without_login(url)} wants a key (HTTP {answer.status_code}); set {KEY_ENV}")
         return answer.json() if answer.status_code == 200 else None
     except httpx.ConnectError as error:
         raise ValueError(
             f"{without_login(url)}: nobody answers ({error}); start the server, or mend the address"
         ) from None
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, json.JSONDecodeError):
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash_train.advise import LEAST
@@ -84,19 +84,24 @@ def traffic_step(report: dict[str, Any], engine: str, least: float) -> Outcome:
         )
     if failed:
         return Outcome(ok=False, summary=f"requests failed: {failed[0]}", facts={"rows": rows}, notes=notes)
-    where = sorted({f"{row['workload']} at {row['concurrency']}" for row in on})
+    where, unsure = (_places(row for row in rows if row["verdict"] == said) for said in (ON, UNSURE))
     off = len(rows) - len(on)
-    summary = (
-        f"on for {', '.join(where)}"
-        if on
-        else f"no class gains {least:g}x at any concurrency that was measured: leave speculation off"
-    )
+    if on:
+        summary = f"on for {where}"
+    elif unsure:
+        summary = f"no class was shown to gain {least:g}x; measure more prompts (--num-prompts) of {unsure}"
+    else:
+        summary = f"no class gains {least:g}x at any concurrency that was measured: leave speculation off"
     return Outcome(
         ok=bool(on),
         summary=summary + (f"; off for {off} of {len(rows)}" if on and off else ""),
         facts={"rows": rows},
         notes=notes,
     )
+
+
+def _places(rows: Iterable[dict[str, Any]]) -> str:
+    return ", ".join(sorted({f"{row['workload']} at {row['concurrency']}" for row in rows}))
 
 
 def measured_tau(rows: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:

@@ -302,10 +302,15 @@ def test_what_a_server_must_say():
         with pytest.raises(ValueError, match="say which with --model"):
             Server.open(two.url)
         Server.open(two.url, "b").close()
+        Server.open(two.url.removesuffix("/v1"), "b").close()
         with pytest.raises(ValueError, match="not c"):
             Server.open(two.url, "c")
     with pytest.raises(ValueError, match="nobody answers"):
         Server.open(two.url)
+    with pytest.raises(ValueError, match="is no address"):
+        Server.open("localhost:8000")
+    with StubServer(models=(401, {"error": "no key"})) as locked, pytest.raises(ValueError, match="set OPENAI_API_KEY"):
+        Server.open(locked.url)
     with StubServer(lambda body, number: (500, "broken")) as bad:
         server = Server.open(bad.url)
         with pytest.raises(ValueError, match="answered 500"):
@@ -359,7 +364,10 @@ def test_speculation_is_on_for_the_classes_that_gain():
     assert [row["verdict"] for row in found.facts["rows"]] == ["on", "off", "unsure"]
     text = traffic.table(found.facts["rows"])
     assert "LEAVE OFF" in text and "[1.80-2.20]" in text
-    assert traffic.traffic_step({"error": None, "cells": report["cells"][1:]}, "vLLM", 1.1).ok is False
+    unsure = traffic.traffic_step({"error": None, "cells": report["cells"][1:]}, "vLLM", 1.1)
+    assert unsure.ok is False and unsure.summary.endswith("of code at 1")
+    off = traffic.traffic_step({"error": None, "cells": report["cells"][1:2]}, "vLLM", 1.1)
+    assert off.ok is False and off.summary.endswith("leave speculation off")
 
 
 def test_few_prompts_failures_and_an_early_end_are_no_go():
