@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from dflash_train.benchmark import counters
-from dflash_train.config.values import without_login
+from dflash_train.config.values import is_address, without_login
 from dflash_train.rollout.pair import OURS
 
 TOP = 10  # of each token, what a server is asked for; the engines allow 20 or more, llama.cpp any number
@@ -51,12 +51,14 @@ class Server:
     @classmethod
     def open(cls, url: str, model: str | None = None, timeout: float = 600.0) -> Server:
         """Ask it what it is. Raises ValueError where it does not answer or serves several models and none is named."""
+        if not is_address(url):
+            raise ValueError(f"{without_login(url)}: is no address; give one such as http://localhost:8000/v1")
         url = url.rstrip("/")
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         client = httpx.Client(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
         listed = _get(client, f"{url}/models")
-        models = listed.get("data") if isinstance(listed, dict) else None
-        if not models:
+        models = listed.get("data")
+        if not isinstance(models, list) or not models or not all(isinstance(m, dict) for m in models):
             client.close()
             raise ValueError(
                 f"{without_login(url)}: lists no models; give the base URL of a running server, as in http://localhost:8000/v1"
@@ -71,22 +73,22 @@ class Server:
         server = cls(
             url=url, model=model or names[0], engine=NAMES.get(owner, owner or "unknown"), version=None, client=client
         )
-        server.version, server.flags = server._identity()
+        version, server.flags = server._identity()
+        server.version = version if isinstance(version, str) else None
         return server
 
     def _identity(self) -> tuple[str | None, dict[str, Any]]:
         if self.engine == "SGLang":
-            info = (
-                _get(self.client, f"{self.root}/server_info") or _get(self.client, f"{self.root}/get_server_info") or {}
-            )
+            info = _get(self.client, f"{self.root}/server_info") or _get(self.client, f"{self.root}/get_server_info")
             return info.get("version"), {
                 k: v for k, v in info.items() if k.startswith("speculative_") and v is not None
             }
         if self.engine == "llama.cpp":
-            props = _get(self.client, f"{self.root}/props") or {}
-            settings = (props.get("default_generation_settings") or {}).get("params") or {}
+            props = _get(self.client, f"{self.root}/props")
+            found = props.get("default_generation_settings")
+            settings = (found.get("params") if isinstance(found, dict) else None) or {}
             return props.get("build_info"), {k: v for k, v in settings.items() if k.startswith("speculative")}
-        found = _get(self.client, f"{self.root}/version") or {}  # vLLM, TensorRT-LLM, our server
+        found = _get(self.client, f"{self.root}/version")  # vLLM, TensorRT-LLM, our server
         return found.get("version"), {k: v for k, v in found.items() if k != "version"}
 
     def greedy(self, messages: list[dict[str, Any]], max_tokens: int, *, logprobs: bool = False) -> Said:
@@ -115,7 +117,7 @@ class Server:
             raise ValueError(f"{self.shown}: answered {answer.status_code}: {answer.text[:300]}")
         try:
             return _said(answer.json())
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{self.shown}: its answer is no chat completion ({error!r}): {answer.text[:200]}"
             ) from None
@@ -138,17 +140,18 @@ class Server:
         self.client.close()
 
 
-def _get(client: httpx.Client, url: str) -> Any:
-    """JSON of an address, None where there is none. Raises ValueError where nobody listens."""
+def _get(client: httpx.Client, url: str) -> dict[str, Any]:
+    """The JSON object at an address, empty where there is none. Raises ValueError where nobody listens."""
     try:
         answer = client.get(url, timeout=15)
-        return answer.json() if answer.status_code == 200 else None
+        found = answer.json() if answer.status_code == 200 else {}
+        return found if isinstance(found, dict) else {}
     except httpx.ConnectError as error:
         raise ValueError(
             f"{without_login(url)}: nobody answers ({error}); start the server, or mend the address"
         ) from None
     except (httpx.HTTPError, ValueError):
-        return None
+        return {}
 
 
 def _said(data: dict[str, Any]) -> Said:
