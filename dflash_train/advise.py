@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,9 +102,8 @@ def of_metrics(text: str, source: str, drafted: int | None) -> Acceptance:
     counts = counters.parse(text)
     spec = {match[2]: value for name, value in counts.values.items() if (match := counters.SPEC.match(name))}
     drafts, tau = spec.get("drafts", 0.0), counts.values.get(counters.GAUGE, 0.0)
-    if drafts and counts.per_position:
-        slots = tuple(counts.per_position[at] / drafts for at in sorted(counts.per_position))
-        return Acceptance(slots=slots, source=source)
+    if drafts and (positions := counts.positions()):
+        return Acceptance(slots=tuple(count / drafts for count in positions), source=source)
     if drafts:
         tau = 1 + spec.get("accepted_tokens", 0.0) / drafts
     if not tau:
@@ -119,7 +119,10 @@ def of_evaluation(report: dict[str, Any], source: str) -> Acceptance:
     """Acceptance from evaluation.json (`python -m dflash_train.evaluate`)."""
     decoded = report["decoded"]
     try:
-        slots = tuple(float(row["marginal"]) for row in decoded["slots"] if row["marginal"] is not None)
+        marginal = [row["marginal"] for row in sorted(decoded["slots"], key=lambda row: row["slot"])]
+        while marginal and marginal[-1] is None:  # never offered
+            marginal.pop()
+        slots = tuple(map(float, marginal))
         shorter = {int(k): float(cell["value"]) for k, cell in decoded.get("block_sizes", {}).items() if cell["value"]}
         cycle = (decoded.get("cost") or {}).get("cycle_ms") if decoded.get("decoded_together", 1) == 1 else None
     except (KeyError, TypeError, ValueError) as error:
@@ -227,7 +230,15 @@ class Costs:
         flat = [
             ms for table in (self.target_ms, self.draft_ms) for by_rows in table.values() for ms in by_rows.values()
         ]
-        if not flat or any(1 not in by_rows for by_rows in self.target_ms.values()) or not all(ms > 0 for ms in flat):
+        blocks = [*self.target_ms.values(), *self.draft_ms.values()]
+        whole = all(max(by_rows, default=0) > 1 for by_rows in blocks) and all(
+            1 in rows for rows in self.target_ms.values()
+        )
+        if (
+            not flat
+            or not whole
+            or not all(0 < ms < math.inf for ms in [*flat, *(1 + abs(ms) for ms in self.overhead_ms.values())])
+        ):
             raise ValueError(
                 f"{source}: needs milliseconds above 0, of plain decoding (one token) and of a block, for each concurrency"
             )
@@ -235,6 +246,8 @@ class Costs:
             raise ValueError(
                 f"{source}: target and drafter must be timed at the same concurrencies, from 1 on, with a block of 2 or more"
             )
+        if self.layers < 1:
+            raise ValueError(f"{source}: {self.layers} draft layers; a drafter has at least 1 (--layers)")
         return self
 
     def plain(self, n: int) -> float:
@@ -638,6 +651,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(
                 f"{args.acceptance}: has {len(acceptance.slots)} slots, {args.measure} drafts {K - 1}: figures of another drafter"
             )
+        if args.context < 1:
+            raise ValueError(f"--context {args.context}: must be at least 1 token")
         rows = range(2, K + 1)
         costs = measure(run.step, concurrency, rows, args.context)
     elif args.costs:

@@ -12,6 +12,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,8 @@ from dflash_train.types import TargetInfo
 
 MAX_LENGTH = 4096
 SWITCH_SECONDS = 0.0005
+DRAIN_SECONDS = 10.0  # after a signal, for clients to read what is decoded
+MOST_SEED = 2**40  # times 1,000,003 it is still one of 64 bits
 NOT_SAMPLED = ("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
@@ -168,10 +172,14 @@ def listen(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "another program listens there; stop it, or choose another --port (0: any free one)" if taken else error
-        raise ValueError(f"--host {host} --port {port}: {why}") from None
+        raise _no_address(host, port, error) from None
     return bound
+
+
+def _no_address(host: str, port: int, error: OSError) -> ValueError:
+    taken = error.errno == errno.EADDRINUSE
+    why = "another program listens there; stop it, or choose another --port (0: any free one)" if taken else error
+    return ValueError(f"--host {host} --port {port}: {why}")
 
 
 def api_key(variable: str | None) -> str | None:
@@ -201,10 +209,7 @@ def serve(args: Namespace) -> int:
     loaded = load(args)
     name = args.served_model_name or args.target or loaded.recipe.target.path
     scheduler = Scheduler(
-        loaded.slots,
-        Metrics(name, loaded.draft_length),
-        max_waiting=args.max_waiting,
-        on_failure=lambda: setattr(server, "should_exit", True),
+        loaded.slots, Metrics(name, loaded.draft_length), max_waiting=args.max_waiting, on_failure=lambda: server.end()
     )
     service = Service(
         scheduler=scheduler,
@@ -216,12 +221,32 @@ def serve(args: Namespace) -> int:
         seed=args.seed,
         key=key,
     )
-    server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning", lifespan="off"))
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            super().handle_exit(sig, frame)
+            self.end()
+
+        def end(self) -> None:
+            self.should_exit = True
+            threading.Thread(target=self._let_go, daemon=True).start()
+
+        def _let_go(self) -> None:
+            """Of clients that neither send nor read, once all answers are decoded: uvicorn would wait for them for ever."""
+            while not scheduler.idle:
+                time.sleep(0.1)
+            time.sleep(DRAIN_SECONDS)
+            self.force_exit = True
+
+    server = Server(uvicorn.Config(build_app(service), log_level="warning", lifespan="off"))
     scheduler.start()
     # uvicorn drains on these and raises them again when it has: the default would end the process as if it had been killed.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        bound.listen(2048)
+        try:
+            bound.listen(2048)
+        except OSError as error:  # another one was bound, and did not listen yet, when this one was bound
+            raise _no_address(args.host, args.port, error) from None
         print(_announcement(args, name, bound, loaded), flush=True)
         server.run(sockets=[bound])
     finally:
@@ -284,6 +309,8 @@ def main(argv: list[str]) -> int:
         raise ValueError("no target: name it with --target PATH, or a recipe with -c")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device; use cpu")
+    if abs(args.seed) > MOST_SEED:
+        raise ValueError(f"--seed {args.seed}: must be in [{-MOST_SEED}, {MOST_SEED}]")
     for name, value, least in (("slots", args.slots, 1), ("max-waiting", args.max_waiting, 0)):
         if value < least:
             raise ValueError(f"--{name} {value}: must be at least {least}")

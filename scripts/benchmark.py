@@ -11,6 +11,7 @@ Exit code: 0; 1 where more requests failed than --max-failed allows, or a server
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -123,9 +124,29 @@ def counter(path: str | None) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
+def _writable(option: str, path: Path | None) -> None:
+    """Raise ValueError before hours are spent on what could not be kept."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: its folder cannot be made ({error})") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: cannot be written there; name a file in a folder that is yours")
+
+
 def report_of(arguments: argparse.Namespace) -> dict:
+    for option, path in (("--output", arguments.output), ("--markdown", arguments.markdown)):
+        _writable(option, path)
+    if not 0 <= arguments.max_failed <= 1:
+        raise ValueError(f"--max-failed {arguments.max_failed}: must be a share in [0, 1]")
     if arguments.compare:
-        return figures.joined([output.read(path) for path in arguments.compare], arguments.baseline)
+        reports = [output.read(path) for path in arguments.compare]
+        try:
+            return figures.joined(reports, arguments.baseline)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"--compare: not as this benchmark writes a report ({error!r}); measure again") from None
     settings = Settings(
         sampling=sampling_of(arguments),
         concurrency=tuple(whole_numbers(arguments.concurrency)),

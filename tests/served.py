@@ -41,6 +41,7 @@ class Pretender:
     broken: bool = False
     metrics: bool = True
     model: str = "target"
+    answers_as: str = ""  # the model that its answers name, where it is another
 
     posts: list[dict[str, Any]] = field(default_factory=list)
     now: int = 0
@@ -180,7 +181,12 @@ class Pretender:
                 b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
             )
             await self.event(
-                writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
+                writer,
+                {
+                    "model": self.answers_as or self.model,
+                    "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+                    "usage": None,
+                },
             )
             for i, count in enumerate(self.pieces):
                 await asyncio.sleep(self.first if i == 0 else self.pause)

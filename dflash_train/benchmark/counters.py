@@ -14,6 +14,7 @@ Read in the sources of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11549; TensorRT
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 SPEC = re.compile(r"^(.+[:_])spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)$")
 # Tokens that an engine wrote for anybody, to see whether somebody else was served meanwhile.
 GENERATED = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
+WENT_BACK = "its counters went back, so it was started anew meanwhile"
 GAUGE = "sglang:spec_accept_length"
 
 
@@ -139,7 +141,7 @@ def _inside(event: Any, *names: str) -> dict[str, Any]:
 
 def _count(found: Any, name: str) -> int | None:
     value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _at_least(histogram: Any) -> list[int] | None:
@@ -150,7 +152,8 @@ def _at_least(histogram: Any) -> list[int] | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if fits else None
 
 
 # --- counters -----------------------------------------------------------------------------------------------------
@@ -163,6 +166,15 @@ class Counts:
     values: dict[str, float]
     per_position: dict[int, float]
     place: str = ""
+
+    def positions(self) -> list[float] | None:
+        """`per_position` from the first position on; None where there are none, or one is missing between."""
+        count = len(self.per_position)
+        return (
+            [self.per_position[i] for i in range(count)]
+            if count and self.per_position.keys() == set(range(count))
+            else None
+        )
 
 
 def parse(text: str, place: str = "") -> Counts:
@@ -178,6 +190,8 @@ def parse(text: str, place: str = "") -> Counts:
             value = float(found[3])
         except ValueError:
             continue
+        if not math.isfinite(value):
+            continue  # an average of nothing yet
         spec = SPEC.match(name)
         if spec and spec[2] == "accepted_tokens_per_pos":
             labels = dict(LABEL.findall(found[2] or ""))
@@ -195,10 +209,13 @@ def speculative(counts: Counts) -> bool:
 
 
 def generated(before: Counts, after: Counts) -> int | None:
-    """Tokens that the engine says it wrote between the two, None where it does not say."""
+    """Tokens that the engine says it wrote between the two, None where it does not say. Raises ValueError as `between` does."""
     for name in GENERATED:
         if name in after.values:
-            return round(after.values[name] - before.values.get(name, 0.0))
+            written = round(after.values[name] - before.values.get(name, 0.0))
+            if written < 0:
+                raise ValueError(WENT_BACK)
+            return written
     return None
 
 
@@ -210,13 +227,17 @@ def between(before: Counts, after: Counts, *, tokens: int, answers: int) -> Acce
     moved = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
     by_spec = {found[2]: round(moved[name]) for name in moved if (found := SPEC.match(name))}
     if any(value < 0 for value in by_spec.values()) or moved.get("sglang:spec_verify_calls", 0.0) < 0:
-        raise ValueError("its counters went back, so it was started anew meanwhile")
+        raise ValueError(WENT_BACK)
     source = f"counters at {after.place}"
     if "accepted_tokens" in by_spec:
         derived = "drafts" not in by_spec
         accepted = by_spec["accepted_tokens"]
         rounds = max(tokens - answers - accepted, 0) if derived else by_spec["drafts"]
-        positions = [round(after.per_position[i] - before.per_position.get(i, 0.0)) for i in sorted(after.per_position)]
+        positions = [
+            round(all_of_it - before.per_position.get(i, 0.0)) for i, all_of_it in enumerate(after.positions() or [])
+        ]
+        if any(count < 0 for count in positions):
+            raise ValueError(WENT_BACK)
         told = Acceptance(
             rounds=rounds,
             accepted=accepted,

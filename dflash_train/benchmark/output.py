@@ -70,7 +70,10 @@ def markdown(report: dict[str, Any]) -> str:
 def write(report: dict[str, Any], path: Path) -> None:
     """As JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    disk.replace(path, [json.dumps(report, ensure_ascii=False, separators=(",", ":")).encode(), b"\n"])
+    text = json.dumps(report, ensure_ascii=False, separators=(",", ":"))
+    disk.replace(
+        path, [text.encode("utf-8", "backslashreplace"), b"\n"]
+    )  # half a surrogate pair stays the escape that it was
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _accept(arm: dict[str, Any]) -> str:
-    if arm["acceptance"] is not None:
+    if arm["acceptance"] is not None and arm["acceptance"]["accept_len"] is not None:
         return f"{arm['acceptance']['accept_len']:.3f}" + ("d" if arm["acceptance"]["derived"] else "")
     if arm["accept_len_gauge"] is not None:
         return f"~{arm['accept_len_gauge']['value']:.2f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from dflash_train.benchmark import counters
 from dflash_train.benchmark.figures import FORMAT, compare_arms, of_arm
 from dflash_train.benchmark.stream import Record, Sampling, ServerGone, Target, ask
 from dflash_train.benchmark.workloads import Prompt, digest, select
-from dflash_train.config.values import is_address, parse_json, server_root, without_login
+from dflash_train.config.values import is_address, parse_json, printable, server_root, without_login
 from dflash_train.generation.openai import CONNECT_SECONDS, LANE, Lanes, named
 
 WARM_UP_TOKENS = 64
@@ -77,10 +78,10 @@ class Settings:
                 f"--num-prompts {self.num_prompts}: there cannot be {max(self.concurrency)} requests in flight; give at least that many, "
                 "better four times as many"
             )
-        if self.parts < 1 or self.retries < 0 or self.timeout_s <= 0 or (self.warm_up or 0) < 0:
+        if self.parts < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf or (self.warm_up or 0) < 0:
             raise ValueError("--parts counts from 1, --retries and --warmup from 0, and --timeout-s is above 0")
         s = self.sampling
-        if s.max_new_tokens < 1 or s.temperature < 0 or not 0 < s.top_p <= 1 or s.top_k < 0:
+        if s.max_new_tokens < 1 or not 0 <= s.temperature < math.inf or not 0 < s.top_p <= 1 or s.top_k < 0:
             raise ValueError(
                 f"sampling {asdict(s)}: max_new_tokens is at least 1, temperature and top_k at least 0, top_p above 0 and at most 1"
             )
@@ -350,6 +351,10 @@ async def _part(
             if record.latency is None and record.error is None:
                 record.error = "stopped before it was done"
         side.records += records
+    if others := sorted(one.target.answered - {one.target.model}):
+        side.notes.append(
+            f"its answers are of {printable(', '.join(others[:3]))}, {printable(one.target.model)} was asked for"
+        )
     after = await _counts(client, one.arm)
     if before is None or after is None:
         side.counting = False
@@ -357,15 +362,15 @@ async def _part(
     good = [r for r in records if r.error is None]
     tokens = sum(r.tokens for r in good)
     try:
+        written = counters.generated(before, after)
         found = counters.between(before, after, tokens=tokens, answers=len(good))
     except ValueError as error:
         side.notes.append(str(error))
-        found = None
+        written = found = None
     # Requests that failed were drafted for too, but nobody knows what they yielded.
     side.counting = side.counting and (found is None or not found.derived or len(good) == len(records))
     if found is not None:
         side.counted.append(found)
-    written = counters.generated(before, after)
     if written is not None and abs(written - tokens) > 0.01 * tokens and len(good) == len(records):
         side.notes.append(f"the engine wrote {written} tokens in a part, {tokens} came here: was it serving others?")
 

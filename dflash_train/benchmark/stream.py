@@ -78,6 +78,7 @@ class Target:
     engine: str = ""
     extra_body: dict[str, Any] = field(default_factory=dict)
     count: Callable[[str], int] | None = None
+    answered: set[str] = field(default_factory=set)  # names of models that answers came from
 
 
 def reasoning_kwargs(reasoning: str | None) -> dict[str, Any]:
@@ -212,7 +213,18 @@ async def _once(target: Target, sent: dict[str, Any], record: Record, began: flo
         record.ttft, record.last = times[0], times[-1]
         record.gaps = [b - a for a, b in zip(times, times[1:])]
     reader.finish(record, target.count)
-    return "".join(reader.content)
+    target.answered |= reader.models
+    return whole_characters("".join(reader.content))
+
+
+def whole_characters(text: str) -> str:
+    """Text whose halves of surrogate pairs came apart (in JSON they may) put together again; a half that is alone becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def whole_number(value: Any) -> int | None:
+    """A count as a server gives it, None for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 class _Reader:
@@ -222,6 +234,7 @@ class _Reader:
         self.text: list[str] = []
         self.content: list[str] = []
         self.usage: dict[str, Any] = {}
+        self.models: set[str] = set()
         self.extras: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -236,10 +249,19 @@ class _Reader:
         except ValueError:
             self.error = f"not JSON in the stream: {event[:200]}"
             return False
+        try:
+            return self._take(data)
+        except (AttributeError, TypeError, ValueError) as error:
+            self.error = f"no chunk of a chat completion ({error!r}): {event[:200]}"
+            return False
+
+    def _take(self, data: Any) -> bool:
         if not isinstance(data, dict) or data.get("error"):
             said = data.get("error") if isinstance(data, dict) else data
             self.error = f"the server says: {str(said)[:300]}"
             return False
+        if isinstance(data.get("model"), str) and data["model"]:
+            self.models.add(data["model"])
         if isinstance(data.get("usage"), dict):
             self.usage = data["usage"]
         if any(name in data for name in ("metrics", "sglext", "meta_info", "timings")):
@@ -257,20 +279,26 @@ class _Reader:
         return came
 
     def finish(self, record: Record, count: Callable[[str], int] | None) -> None:
-        text = "".join(self.text)
+        text = whole_characters("".join(self.text))
         record.finish_reason, record.answer = self.finish_reason, hashlib.sha256(text.encode()).hexdigest()[:16]
-        tokens = self.usage.get("completion_tokens")
-        record.prompt_tokens = self.usage.get("prompt_tokens")
+        tokens, record.prompt_tokens = (
+            whole_number(self.usage.get(f"{what}_tokens")) for what in ("completion", "prompt")
+        )
         if self.error or not (self.done or self.finish_reason):
             record.error = self.error or "the stream ended before the answer did"
-        if isinstance(tokens, int):
+        if tokens is not None:
             record.tokens = tokens
         elif count is not None:
             record.tokens, record.tokens_from = count(text), "tokenizer"
         elif not record.error:
             record.error = (
-                "no usage in the stream (stream_options.include_usage was sent): tokens cannot be counted; give --tokenizer to count "
+                f"{'wrong' if self.usage else 'no'} usage in the stream (stream_options.include_usage was sent): tokens cannot be counted; give --tokenizer to count "
                 "them from the text"
             )
-        if (told := of_response(self.extras, self.usage, record.tokens)) is not None:
+        try:
+            told = of_response(self.extras, self.usage, record.tokens)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            record.error = record.error or f"what it says of acceptance cannot be read ({error!r})"
+            return
+        if told is not None:
             record.acceptance, record.engine_accept_len = told

@@ -104,17 +104,22 @@ def load(wanted: Sequence[str]) -> dict[str, list[Prompt]]:
     own, found = own_classes(), {}
     for name in wanted:
         if name == PACKAGED:
-            found |= own
+            more = own
         elif name in own:
-            found[name] = own[name]
+            more = {name: own[name]}
         elif name in HUB:
-            found[name] = _from_hub(name, HUB[name])
+            more = {name: _from_hub(name, HUB[name])}
         elif name.endswith(".jsonl"):
-            found[Path(name).stem] = read_file(Path(name))
+            more = {Path(name).stem: read_file(Path(name))}
         else:
             raise ValueError(
                 f"--dataset {name}: no such workload{nearest(name, names())}; known: {', '.join(names())}, or a .jsonl file"
             )
+        if twice := [one for one in more if found.get(one, more[one]) is not more[one]]:
+            raise ValueError(
+                f"--dataset {name}: there is a workload called {twice[0]} already; a file is called after its name"
+            )
+        found |= more
     return found
 
 

@@ -13,6 +13,10 @@ _SECRET_KEY = re.compile(rf"(?:.*[_\-.])?{_SECRET}s?", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH).*", re.IGNORECASE)
 _TEXTS = (
     (re.compile(rf"({_SECRET}['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)[^\s,'\"}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(--(?:[\w-]+-)?(?:api-key|token|secret|password)[=\s]\s*['\"]?)[^\s'\"]+", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(r"(bearer\s+)[^\s,'\"}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"(://)[^/@\s]+@"), rf"\1{HIDDEN}@"),
 )
@@ -34,7 +38,7 @@ def scrubbed(value: Any) -> Any:
 def without_keys(text: str) -> str:
     """A message without what is known to be a secret: values of environment variables that hold one, users in URLs, keys of well-known
     services."""
-    return _known_gone(re.sub(*_TEXTS[2], text), _held())
+    return _known_gone(re.sub(*_TEXTS[-1], text), _held())
 
 
 def _held() -> list[str]:

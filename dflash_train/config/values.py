@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-# Characters that command a terminal, or turn the direction of writing.
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Characters that command a terminal, or turn the direction of writing, and halves of characters, which nothing prints.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 # What transformers' apply_chat_template takes itself: among the arguments of a template these would replace the template, or what is
 # asked of it.

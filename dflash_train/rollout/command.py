@@ -15,6 +15,7 @@ from dflash_train.benchmark import output, workloads
 from dflash_train.benchmark.run import Arm, Settings, measure
 from dflash_train.benchmark.stream import Sampling
 from dflash_train.check import check
+from dflash_train.config.secrets import scrubbed
 from dflash_train.config.values import whole_numbers, without_login
 from dflash_train.rollout import traffic, watch
 from dflash_train.rollout.greedy import BOUNDS, greedy_step, local_rescore, read_prompts
@@ -124,13 +125,13 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0 go, 1 no-go, 2 where something was asked wrongly or a server does not answer."""
     args = arguments().parse_args(argv)
-    concurrency = tuple(whole_numbers(args.concurrency))
+    concurrency, labels = tuple(whole_numbers(args.concurrency)), watch.read_labels(args.label)
     target = resolve(args.target, "target")
     record = Record(args.output)
     plain, fast = Server.open(args.plain, args.model), None
     try:
         fast = Server.open(args.speculative, args.model)
-        reasons = _steps(args, record, target, concurrency, plain, fast)
+        reasons = _steps(args, record, target, concurrency, labels, plain, fast)
     finally:
         plain.close()
         if fast is not None:
@@ -144,9 +145,9 @@ def main(argv: list[str]) -> int:
             "name": fast.engine,
             "version": args.engine_version or fast.version,
             "flags": fast.flags,
-            "launch": _launch(args),
+            "launch": scrubbed(_launch(args)),
         },
-        command=[without_login(word) for word in argv],
+        command=scrubbed([without_login(word) if "://" in word else word for word in argv]),
     )
     print(f"record: {record.path}")
     print("go" if go else f"no-go: {'; '.join(reasons)}")
@@ -154,13 +155,20 @@ def main(argv: list[str]) -> int:
 
 
 def _steps(
-    args: argparse.Namespace, record: Record, target: str, concurrency: tuple[int, ...], plain: Server, fast: Server
+    args: argparse.Namespace,
+    record: Record,
+    target: str,
+    concurrency: tuple[int, ...],
+    labels: dict[str, str],
+    plain: Server,
+    fast: Server,
 ) -> list[str]:
     """Do them in order; why it is no-go, empty if it is go. What costs a server's time is not begun after a refusal."""
     reasons: list[str] = []
 
-    def step(name: str, inputs: dict[str, Any], run: Any) -> Outcome:
-        outcome, known = record.step(name, inputs, run, again=name in args.again)
+    def step(name: str, inputs: dict[str, Any], run: Any, *files: str) -> Outcome:
+        missing = not all((args.output / file).is_file() for file in files)
+        outcome, known = record.step(name, inputs, run, again=missing or name in args.again)
         print(f"{name:<10}{'ok' if outcome.ok else 'NO'}  {outcome.summary}{'  (known)' if known else ''}", flush=True)
         for note in outcome.notes:
             print(f"{'':<12}- {note}")
@@ -206,14 +214,23 @@ def _steps(
         concurrency=concurrency,
         num_prompts=max(args.num_prompts, *concurrency),
     )
-    outcome = step("benchmark", {**running, "settings": settings.as_dict(), "traffic": args.traffic, "least": args.least},
-                   lambda: _benchmark(args, settings, plain, fast))  # fmt: skip
+    traffic_key = {
+        t: workloads.digest(workloads.read_file(Path(t))) if t.endswith(".jsonl") else None for t in args.traffic
+    }
+    outcome = step("benchmark", {**running, "settings": settings.as_dict(), "traffic": traffic_key, "least": args.least},
+                   lambda: _benchmark(args, settings, plain, fast), BENCHMARK)  # fmt: skip
     rows = outcome.facts["rows"]
     if rows:
         print(traffic.table(rows))
     if reasons:
         return reasons
-    step("watch", {"rows": rows, "labels": args.label, "name": fast.model}, lambda: _watch(args, rows, fast.model))
+    step(
+        "watch",
+        {"rows": rows, "labels": labels, "name": fast.model},
+        lambda: _watch(args, rows, fast.model, labels),
+        RULES,
+        DASHBOARD,
+    )
     return reasons
 
 
@@ -244,13 +261,7 @@ def _benchmark(args: argparse.Namespace, settings: Settings, plain: Server, fast
     return traffic.traffic_step(report, fast.engine, args.least)
 
 
-def _watch(args: argparse.Namespace, rows: list[dict[str, Any]], model: str) -> Outcome:
-    labels = {}
-    for text in args.label:
-        name, _, value = text.partition("=")
-        if not name.isidentifier() or not value:
-            raise ValueError(f"--label {text}: must be NAME=VALUE, as in job=qwen")
-        labels[name] = value
+def _watch(args: argparse.Namespace, rows: list[dict[str, Any]], model: str, labels: dict[str, str]) -> Outcome:
     tau, low, speedup = traffic.measured_tau(rows)
     if tau is None:
         return Outcome(

@@ -192,8 +192,8 @@ def greedy_step(
 ) -> Outcome:
     """Every prompt on both servers. Passes if no answer is different or undecided, and the speculative server drafted."""
     bound = BOUNDS[precision] if bound is None else bound
-    before, compared, drafted, accepted = fast.drafts(), [], 0, 0
-    told = False
+    before, compared, drafted, accepted = [s.drafts() for s in (plain, fast)], [], 0, 0
+    told, said = False, 0
     for prompt in prompts:
         one = plain.greedy(prompt["messages"], prompt["max_tokens"])
         other = fast.greedy(prompt["messages"], prompt["max_tokens"])
@@ -203,10 +203,27 @@ def greedy_step(
             raise ValueError(
                 f"{plain.shown} drafts ({one.drafted} tokens of one answer): --plain must be a server without speculation"
             )
+        said += bool(one.parts or other.parts)
         compared.append(judge(plain, fast, prompt, one, other, bound, precision == "float32", rescore))
-    after = fast.drafts()
-    if before is not None and after is not None:
-        told, drafted, accepted = True, int(after[0] - before[0]), int(after[1] - before[1])
+    for server, earlier in zip((plain, fast), before, strict=True):
+        now = server.drafts()
+        if earlier is None or now is None:
+            continue
+        moved = int(now[0] - earlier[0]), int(now[1] - earlier[1])
+        if min(moved) < 0:
+            raise ValueError(
+                f"{server.shown}: its counters went back, so it was started anew meanwhile; run this again"
+            )
+        if server is fast:
+            told, (drafted, accepted) = True, moved
+        elif moved[0]:
+            raise ValueError(
+                f"{plain.shown} drafts ({moved[0]} tokens by its counters): --plain must be a server without speculation"
+            )
+    if not said:
+        raise ValueError(
+            f"{plain.shown} and {fast.shown} answer every prompt with no text: there is nothing to compare"
+        )
     return _outcome(compared, told, drafted, accepted, bound, precision)
 
 

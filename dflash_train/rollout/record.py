@@ -27,7 +27,7 @@ class Record:
         self.data: dict[str, Any] = {"format": FORMAT, "steps": {}}
         if self.path.is_file():
             found = read_json(self.path)
-            if found.get("format") != FORMAT or not isinstance(found.get("steps"), dict):
+            if not isinstance(found, dict) or found.get("format") != FORMAT or not _steps(found.get("steps")):
                 raise ValueError(
                     f"{self.path}: not a record of this version's rollout; name another --output, or delete it"
                 )
@@ -42,6 +42,11 @@ class Record:
         known = self.data["steps"].get(name)
         if known and known.get("inputs") == key and known.get("ok") and not again:
             return Outcome(ok=known["ok"], summary=known["summary"], facts=known["facts"], notes=known["notes"]), True
+        if (
+            self.data.get("verdict") is not None
+        ):  # what was decided before does not hold while something is done anew, nor if that fails
+            self.data |= {"verdict": None, "reasons": [f"{name}: begun and not ended"]}
+            self.write()
         outcome = run()
         self.data["steps"].pop(name, None)  # the newest last
         self.data["steps"][name] = {"inputs": key, "date": now(), **asdict(outcome)}
@@ -55,6 +60,12 @@ class Record:
 
     def write(self) -> None:
         disk.replace(self.path, [json.dumps(self.data, indent=1, ensure_ascii=False).encode(), b"\n"])
+
+
+def _steps(found: Any) -> bool:
+    kinds = {"inputs": str, "ok": bool, "summary": str, "facts": dict, "notes": list}
+    steps = found.values() if isinstance(found, dict) else [None]
+    return all(isinstance(s, dict) and all(isinstance(s.get(k), kind) for k, kind in kinds.items()) for s in steps)
 
 
 def now() -> str:

@@ -58,8 +58,8 @@ class Server:
         key = os.environ.get(KEY_ENV, "").strip()
         client = httpx.Client(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
         listed = _get(client, f"{url}/models")
-        models = listed.get("data") if isinstance(listed, dict) else None
-        if not models:
+        models = listed.get("data")
+        if not isinstance(models, list) or not models or not all(isinstance(m, dict) for m in models):
             client.close()
             raise ValueError(
                 f"{without_login(url)}: lists no models; give the address of a running server, as in http://localhost:8000"
@@ -74,22 +74,22 @@ class Server:
         server = cls(
             url=url, model=model or names[0], engine=NAMES.get(owner, owner or "unknown"), version=None, client=client
         )
-        server.version, server.flags = server._identity()
+        version, server.flags = server._identity()
+        server.version = version if isinstance(version, str) else None
         return server
 
     def _identity(self) -> tuple[str | None, dict[str, Any]]:
         if self.engine == "SGLang":
-            info = (
-                _get(self.client, f"{self.root}/server_info") or _get(self.client, f"{self.root}/get_server_info") or {}
-            )
+            info = _get(self.client, f"{self.root}/server_info") or _get(self.client, f"{self.root}/get_server_info")
             return info.get("version"), {
                 k: v for k, v in info.items() if k.startswith("speculative_") and v is not None
             }
         if self.engine == "llama.cpp":
-            props = _get(self.client, f"{self.root}/props") or {}
-            settings = (props.get("default_generation_settings") or {}).get("params") or {}
+            props = _get(self.client, f"{self.root}/props")
+            found = props.get("default_generation_settings")
+            settings = (found.get("params") if isinstance(found, dict) else None) or {}
             return props.get("build_info"), {k: v for k, v in settings.items() if k.startswith("speculative")}
-        found = _get(self.client, f"{self.root}/version") or {}  # vLLM, TensorRT-LLM, our server
+        found = _get(self.client, f"{self.root}/version")  # vLLM, TensorRT-LLM, our server
         return found.get("version"), {k: v for k, v in found.items() if k != "version"}
 
     def greedy(self, messages: list[dict[str, Any]], max_tokens: int, *, logprobs: bool = False) -> Said:
@@ -118,7 +118,7 @@ class Server:
             raise ValueError(f"{self.shown}: answered {answer.status_code}: {answer.text[:300]}")
         try:
             return _said(answer.json())
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{self.shown}: its answer is no chat completion ({error!r}): {answer.text[:200]}"
             ) from None
@@ -141,19 +141,23 @@ class Server:
         self.client.close()
 
 
-def _get(client: httpx.Client, url: str) -> Any:
-    """JSON of an address, None where there is none. Raises ValueError where nobody listens, or a key is missing."""
+def _get(client: httpx.Client, url: str) -> dict[str, Any]:
+    """The JSON object at an address, empty where there is none. Raises ValueError where nobody listens, or a key is missing."""
     try:
         answer = client.get(url, timeout=15)
-        if answer.status_code in (401, 403):
-            raise ValueError(f"{without_login(url)} wants a key (HTTP {answer.status_code}); set {KEY_ENV}")
-        return answer.json() if answer.status_code == 200 else None
     except httpx.ConnectError as error:
         raise ValueError(
             f"{without_login(url)}: nobody answers ({error}); start the server, or mend the address"
         ) from None
-    except (httpx.HTTPError, json.JSONDecodeError):
-        return None
+    except httpx.HTTPError:
+        return {}
+    if answer.status_code in (401, 403):
+        raise ValueError(f"{without_login(url)} wants a key (HTTP {answer.status_code}); set {KEY_ENV}")
+    try:
+        found = answer.json() if answer.status_code == 200 else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _said(data: dict[str, Any]) -> Said:

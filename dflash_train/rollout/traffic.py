@@ -31,7 +31,7 @@ def judge_cells(report: dict[str, Any], least: float = LEAST) -> list[dict[str, 
         gauge = fast.get("accept_len_gauge") or {}
         value, interval = gain.get("value"), gain.get("interval")
         said = verdict(value, interval, least)
-        if said == ON and gain.get("verdict") == "too few prompts":
+        if said == ON and gain.get("verdict") in ("too few prompts", "parts disagree"):
             said = UNSURE
         rows.append(
             {

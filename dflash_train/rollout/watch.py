@@ -7,7 +7,8 @@ drafts, SGLang gives the mean accepted length as a gauge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflash_train.advise import LEAST
 
 DROP = 0.85  # of the measured acceptance; the traffic of a day varies less, a wrong drafter or target far more
 WINDOW, LASTS = "10m", "15m"
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 ROUNDS = 500  # in a window; with fewer, chance moves the mean too much for a warning
 # Counters begin with the name of the engine; /metrics of vLLM 0.32.0, llama.cpp b11549 and SGLang 0.5.23.
 ENGINES = {"vllm": "Vllm", "llamacpp": "LlamaCpp", "sglang": "Sglang"}
@@ -100,7 +102,7 @@ def rules(name: str, limits: Thresholds, labels: Mapping[str, str] | None = None
                 f"DraftAcceptanceDropped{title}",
                 f"{length} < {limits.drop} and on (model_name) {busy}",
                 "warning",
-                f"accepted length of {name} fell",
+                f"accepted length of {_literal(name)} fell",
                 f'{{{{ $value | printf "%.2f" }}}} tokens per round, {limits.measured:.2f} were measured at the rollout. Answers stay right, only slower. '
                 "docs/troubleshooting.md: acceptance is lower than it was",
             )
@@ -111,7 +113,7 @@ def rules(name: str, limits: Thresholds, labels: Mapping[str, str] | None = None
                     f"SpeculationNotWorthwhile{title}",
                     f"{length} < {limits.worthless} and on (model_name) {busy}",
                     "critical",
-                    f"speculation of {name} gains less than {LEAST:g}x",
+                    f"speculation of {_literal(name)} gains less than {LEAST:g}x",
                     f'{{{{ $value | printf "%.2f" }}}} tokens per round; below {limits.worthless:.2f} plain decoding is as good. Switch it off until the cause is found',
                 )
             )
@@ -120,15 +122,34 @@ def rules(name: str, limits: Thresholds, labels: Mapping[str, str] | None = None
                 f"SpeculationOff{title}",
                 _off(engine, matcher),
                 "warning",
-                f"{name} answers without drafting",
+                f"{_literal(name)} answers without drafting",
                 "Tokens are generated and none is drafted. docs/troubleshooting.md: the server answers and is no faster",
             )
         )
     return {"groups": [{"name": f"speculation-{name}", "rules": found}]}
 
 
+def read_labels(given: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE texts. Raises ValueError for what Prometheus would not read."""
+    labels: dict[str, str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not LABEL.fullmatch(name) or not value:
+            raise ValueError(
+                f"--label {text}: must be NAME=VALUE, as in job=qwen; a name has letters of ASCII, digits and _"
+            )
+        if labels.setdefault(name, value) != value:
+            raise ValueError(f"--label {text}: {name} is {labels[name]} already; give one value")
+    return labels
+
+
 def _quoted(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _literal(text: str) -> str:
+    """Text for an annotation, in which Prometheus would carry out what stands in double braces."""
+    return text.replace("{{", '{{"{{"}}')
 
 
 def _rule(alert: str, expr: str, severity: str, summary: str, description: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -28,7 +29,10 @@ from dflash_train.server.protocol import ApiError, Ask, Reply, parse
 from dflash_train.server.scheduler import RETRY_SECONDS, Event, Scheduler
 from dflash_train.server.text import TextStream
 
-MOST_BYTES = 32 * 2**20  # of a body
+# Of a body: no text of `max_length` tokens is longer, escapes included. What is refused by its length costs nobody any time.
+BODY_BYTES, BYTES_PER_TOKEN = 2**20, 64
+LONG_BODY = 2**16  # read apart from the event loop, so that other answers go on
+BODY_SECONDS = 60.0  # in which a body must have come
 
 
 @dataclass(kw_only=True)
@@ -54,6 +58,9 @@ class Service:
             )
         param = "messages" if chat else "prompt"
         ids = self._prompt_ids(ask, chat)
+        beyond = next((token for token in ids if token >= self.vocab_size), None)
+        if beyond is not None:  # a tokeniser may have more tokens than the target
+            raise ApiError(400, f"{param}: {beyond} is no token; the vocabulary has {self.vocab_size}", param=param)
         room = self.max_length - len(ids)
         if not ids or room < 1:
             raise ApiError(
@@ -92,14 +99,7 @@ class Service:
                 raise ApiError(
                     400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
                 ) from None
-        if isinstance(ask.prompt, str):
-            return self.tokenizer(ask.prompt, verbose=False)["input_ids"]
-        beyond = [token for token in ask.prompt if token >= self.vocab_size]
-        if beyond:
-            raise ApiError(
-                400, f"prompt: {beyond[0]} is no token; the vocabulary has {self.vocab_size}", param="prompt"
-            )
-        return ask.prompt
+        return self.tokenizer(ask.prompt, verbose=False)["input_ids"] if isinstance(ask.prompt, str) else ask.prompt
 
     async def answer(self, ask: Ask, reply: Reply, request: Request) -> AsyncIterator[tuple[str, list[int]]]:
         """(text, tokens) as they come into `reply`; the first, empty, once the request is accepted. Frees the slot where nobody listens any more."""
@@ -144,8 +144,13 @@ def build_app(service: Service) -> Starlette:
     async def complete(http: HttpRequest) -> Response:
         chat = http.url.path.endswith("/chat/completions")
         _check_key(http, service.key)
-        ask = parse(await _body(http), chat=chat)
-        request = service.request_of(ask, chat=chat)
+        raw = await _body(http, BODY_BYTES + BYTES_PER_TOKEN * service.max_length)
+
+        def read() -> tuple[Ask, Request]:
+            ask = parse(raw, chat=chat)
+            return ask, service.request_of(ask, chat=chat)
+
+        ask, request = read() if len(raw) <= LONG_BODY else await asyncio.to_thread(read)
         reply = Reply(chat=chat, model=service.name, prompt_ids=request.prompt_ids)
         parts = service.answer(ask, reply, request)
         await anext(parts)  # accepted, or an error with its status
@@ -178,7 +183,12 @@ def build_app(service: Service) -> Starlette:
             Route("/version", version),
             Route("/metrics", metrics),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _fault},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _fault,
+        },
     )
 
 
@@ -224,12 +234,16 @@ async def _unless_gone(http: HttpRequest, answer: Any) -> Response:
             task.cancel()
 
 
-async def _body(http: HttpRequest) -> bytes:
+async def _body(http: HttpRequest, most: int) -> bytes:
     raw = bytearray()
-    async for part in http.stream():
-        raw += part
-        if len(raw) > MOST_BYTES:
-            raise ApiError(413, f"the body is longer than {MOST_BYTES} bytes; send a shorter prompt")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in http.stream():
+                raw += part
+                if len(raw) > most:
+                    raise ApiError(413, f"the body is longer than {most} bytes; send a shorter prompt")
+    except TimeoutError:
+        raise ApiError(408, f"the body had not come after {BODY_SECONDS:g} seconds; send it at once") from None
     return bytes(raw)
 
 
@@ -237,7 +251,7 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
     if key is None:
         return
     given = http.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+    if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
         raise ApiError(401, "no key, or a wrong one; send it as Authorization: Bearer KEY", code="invalid_api_key")
 
 
@@ -252,6 +266,10 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     known = "/v1/chat/completions, /v1/completions (POST), /v1/models, /health, /version, /metrics (GET)"
     text = f"{http.method} {http.url.path}: {error.detail}; this server has {known}"
     return JSONResponse(ApiError(error.status_code, text).body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _gone(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 async def _fault(http: HttpRequest, error: Exception) -> Response:

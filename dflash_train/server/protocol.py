@@ -70,14 +70,18 @@ def _stops(value: Any) -> bool:
     return isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
 
 
+# Logits divided by less leave the range of float32, and there is one token then anyway; vLLM draws the same line.
+GREEDY_BELOW = 1e-5
 FLAG = Rule(lambda v: isinstance(v, bool), "must be true or false")
 COUNT = Rule(lambda v: _whole(v) and v >= 1, "must be a whole number of at least 1")
 RULES = {
     "model": Rule(lambda v: isinstance(v, str), "must be a name that /v1/models lists"),
     "max_tokens": COUNT,
-    "temperature": Rule(lambda v: _number(v) and 0 <= v < 1e6, "must be a number of at least 0; 0 is greedy"),
+    "temperature": Rule(
+        lambda v: _number(v) and 0 <= v < 1e6, "must be a number of at least 0 and below 1e6; 0 is greedy"
+    ),
     "top_p": Rule(lambda v: _number(v) and 0 < v <= 1, "must be a number above 0 and at most 1"),
-    "top_k": Rule(lambda v: _whole(v) and v >= -1, "must be a whole number; 0 or -1 is all tokens"),
+    "top_k": Rule(lambda v: _whole(v) and -1 <= v < 2**31, "must be a whole number below 2**31; 0 or -1 is all tokens"),
     "seed": Rule(lambda v: _whole(v) and abs(v) < 2**63, "must be a whole number of 64 bits"),
     "stop": Rule(_stops, "must be a text or a list of texts, none of them empty"),
     "ignore_eos": FLAG,
@@ -105,7 +109,15 @@ NO_KWARGS = {"messages", "conversation", "tools", "tokenize", "add_generation_pr
 def parse(raw: bytes, *, chat: bool) -> Ask:
     """The request in a body. Raises ApiError."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode())
+        if (
+            b"\\ud" in raw.lower()
+        ):  # half a surrogate pair is no character: no tokeniser reads it, no answer could quote it
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(
+            400, "the body has half of a surrogate pair (such as \\ud83d alone); send whole characters"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
@@ -141,6 +153,8 @@ def parse(raw: bytes, *, chat: bool) -> Ask:
         ask.stop = [ask.stop]
     if ask.top_k is not None:
         ask.top_k = max(ask.top_k, 0)
+    if ask.temperature is not None and ask.temperature < GREEDY_BELOW:
+        ask.temperature = 0.0
     _read_stream_options(ask, given)
     if chat:
         ask.messages = _messages(given.get("messages"))

@@ -75,6 +75,11 @@ class Scheduler:
         """Free the request's slot soon. What was decoded by then is still counted and delivered."""
         self._orders.put((reason, key))
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is decoded or waits."""
+        return not self._jobs
+
     def _running(self) -> int:
         return sum(occupant is not None for occupant in self.slots.occupants)
 

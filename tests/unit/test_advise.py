@@ -22,6 +22,7 @@ from dflash_train.advise import (
     main,
     measure,
     of_benchmark,
+    of_evaluation,
     of_metrics,
     predict,
     read_acceptance,
@@ -124,6 +125,25 @@ def test_figures_that_cannot_be_are_refused():
         Acceptance(slots=(0.5, 0.7), source="test")
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         Acceptance(slots=(1.5,), source="test")
+    with pytest.raises(
+        ValueError, match="mean accepted length alone"
+    ):  # a position is missing: no slot moves into its place
+        of_metrics(VLLM.replace('position="1"', 'position="x"'), "m", None)
+    for slots in ([0.9, None, 0.5], [None, 0.9]):
+        rows = [{"slot": i, "marginal": a} for i, a in enumerate(slots, 1)]
+        with pytest.raises(ValueError, match="not as evaluation writes it"):
+            of_evaluation({"decoded": {"slots": rows}}, "e")
+    ends = [{"slot": 2, "marginal": None}, {"slot": 1, "marginal": 0.9}]
+    assert of_evaluation({"decoded": {"slots": ends}}, "e").slots == (0.9,)
+    for times, layers in (("8:1:inf:1", 1), ("8:nan:2:1", 1), ("8:1:2:1", 0), ("8:1:2:1", -2)):
+        with pytest.raises(ValueError, match="--times: (needs milliseconds|-?[0-9] draft layers)"):
+            Costs.of_times([times], 8, layers)
+    whole = costs()
+    for change in ({"target_ms": {1: {1: 5.0}}}, {"draft_ms": {1: {}}}, {"overhead_ms": {1: float("nan")}}):
+        with pytest.raises(
+            ValueError, match="needs milliseconds"
+        ):  # a block that was not timed would cost as much as one token
+            Costs(**(whole.as_dict() | change)).checked("c")
     with pytest.raises(ValueError, match="0 to 7"):
         acceptance(0.5).tau(8)
     with pytest.raises(ValueError, match="drafts 3 at most"):

@@ -15,7 +15,7 @@ from served import Pretender, pretending
 from dflash_train.benchmark import counters, figures, output, workloads
 from dflash_train.benchmark.counters import Acceptance
 from dflash_train.benchmark.run import Arm, Settings, measure, parse_arm
-from dflash_train.benchmark.stream import PRESETS, Events, Record, Sampling, reasoning_kwargs
+from dflash_train.benchmark.stream import PRESETS, Events, Record, Sampling, _Reader, reasoning_kwargs
 
 SETTINGS = Settings(num_prompts=8, warm_up=1, timeout_s=20)
 GAINS = [3, 2, 4]  # of Pretender's passes: 2 + 1 + 3 drafts accepted in 3 rounds, 10 tokens with the first
@@ -281,7 +281,8 @@ def test_requests_of_others_are_noticed():
 
 
 # Cut from what vLLM 0.32.0 and prometheus_client print.
-VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+VLLM = (
+    """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="a \\"b\\", c=\\"d"} 10.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0
@@ -292,11 +293,15 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 30.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 9.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 4.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="10"} 1.0
+"""
+    + "".join(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} 2.0\n' for i in range(1, 10))
+    + """\
 vllm:generation_tokens_total{engine="0",model_name="m"} 200.0
 vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
 process_cpu_seconds_total NaN
 nonsense
 """
+)
 
 
 @pytest.mark.parametrize("total", ["_total", ""])
@@ -304,7 +309,9 @@ def test_counters_of_vllm_are_summed_over_engines_with_and_without_total(total):
     counts = counters.parse(VLLM.replace("_total", total), "/metrics")
     zero = counters.parse("")
     found = counters.between(zero, counts, tokens=50, answers=2)
-    assert found == Acceptance(rounds=15, accepted=30, drafted=70, per_position=[13, 1], source="counters at /metrics")
+    assert found == Acceptance(
+        rounds=15, accepted=30, drafted=70, per_position=[13, *[2] * 9, 1], source="counters at /metrics"
+    )
     assert found.accept_len == 3.0 and counters.generated(zero, counts) == 200
     assert counters.between(counts, counts, tokens=0, answers=0) is None
     with pytest.raises(ValueError, match="started anew"):
@@ -624,6 +631,12 @@ def test_the_report_is_json_and_holds_everything(tmp_path):
         (["--concurrency", "64", "--num-prompts", "8"], "64 requests in flight"),
         (["--top-p", "0"], "top_p above 0"),
         (["--dataset", "nope"], "no such workload"),
+        (["--temperature", "nan"], "temperature and top_k at least 0"),
+        (["--timeout-s", "nan"], "--timeout-s is above 0"),
+        (["--max-failed", "nan"], "must be a share"),
+        (["--markdown", "/proc/none/r.md"], "--markdown /proc/none/r.md: its folder cannot be made"),
+        (["--output", "/proc"], "--output /proc: cannot be written there"),
+        (["--compare", __file__.replace("unit/test_benchmark.py", "served.py")], "cannot be read"),
         (["--arm", "a=http://user:secret@127.0.0.1:9"], "does not answer"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -647,3 +660,116 @@ def test_arms():
             progress=False,
         )
     assert (server.posts[-1]["min_p"], server.posts[-1]["top_p"]) == (0.1, 0.5)
+
+
+# --- servers that answer nonsense ---------------------------------------------------------------------------------
+
+
+def read(*chunks) -> Record:
+    reader, record = _Reader(), Record(prompt="p", turn=0, part=0, started=0.0)
+    for chunk in chunks:
+        reader.take(chunk if isinstance(chunk, str) else json.dumps(chunk))
+    reader.take("[DONE]")
+    reader.finish(record, None)
+    return record
+
+
+def piece(text: str, **more):
+    return {"choices": [{"delta": {"content": text}}], **more}
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": "abc"}, {"choices": [1]}, {"choices": 5}, {"choices": [{"delta": [1]}]}, {"choices": {"a": 1}}, [], "<html>",
+        {"metrics": {"speculative_decoding": {"num_spec_steps": "x"}}}, {"metrics": {"speculative_decoding": {"a": 1}}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "num_draft_tokens": None}}},
+        {"meta_info": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, "x"]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nonsense_in_a_stream_is_a_failure_of_that_request(chunk):
+    assert read(piece("a"), chunk, {"usage": {"completion_tokens": 3}}).error
+
+
+@pytest.mark.parametrize("tokens", [-5, True, "7", 1.5, None, [1]])
+def test_usage_that_is_no_count_is_none(tokens):
+    record = read(piece("a"), {"usage": {"completion_tokens": tokens, "prompt_tokens": tokens}})
+    assert "wrong usage in the stream" in record.error and record.tokens == 0 and record.prompt_tokens is None
+
+
+def test_halves_of_a_character_are_put_together_and_one_alone_harms_nothing(tmp_path):
+    usage = {"usage": {"completion_tokens": 3}}
+    apart, whole = read(piece("\ud83d"), piece("\ude00"), usage), read(piece("\U0001f600"), usage)
+    assert apart.error is None and apart.answer == whole.answer != read(piece("\ud83d"), usage).answer
+    report = {"error": "it said \ud83d", "cells": []}
+    output.write(report, tmp_path / "r.json")
+    assert output.read(tmp_path / "r.json") == report
+
+
+def test_an_answer_whose_drafts_leave_no_round_has_no_accept_length():
+    """As of llama.cpp, which gives accepted drafts alone, when the last block was cut by the budget."""
+    with pretending(Pretender()) as plain, pretending(Pretender()) as draft:
+        report = run(plain, draft)
+    report["cells"][0]["arms"]["draft"]["acceptance"] = counters._from_tokens(8, 7, 7, "timings").as_dict()
+    assert " -  " in output.table(report).splitlines()[2]
+
+
+def test_another_model_that_answers_is_noted():
+    with pretending(Pretender()) as plain, pretending(Pretender(answers_as="impostor")) as draft:
+        arms = run(plain, draft)["cells"][0]["arms"]
+    assert arms["plain"]["notes"] == [] and arms["draft"]["notes"] == [
+        "its answers are of impostor, target was asked for"
+    ]
+
+
+def test_counters_that_are_no_numbers_go_back_or_have_gaps():
+    zero = counters.parse("")
+    odd = counters.parse(
+        "vllm:generation_tokens_total NaN\nsglang:spec_accept_length +Inf\nvllm:spec_decode_num_drafts 3\n"
+    )
+    assert odd.values == {"vllm:spec_decode_num_drafts": 3.0} and counters.generated(zero, odd) is None
+    with pytest.raises(ValueError, match="started anew"):
+        counters.generated(
+            counters.parse("vllm:generation_tokens_total 9\n"), counters.parse("vllm:generation_tokens_total 5\n")
+        )
+    text = "vllm:spec_decode_num_drafts 4\nvllm:spec_decode_num_accepted_tokens 3\n"
+    at = lambda i, n: f'vllm:spec_decode_num_accepted_tokens_per_pos{{position="{i}"}} {n}\n'
+    gap = counters.between(zero, counters.parse(text + at(0, 2) + at(2, 1)), tokens=9, answers=1)
+    assert gap.per_position is None and gap.accepted == 3
+    with pytest.raises(ValueError, match="started anew"):
+        counters.between(counters.parse(at(0, 5)), counters.parse(text + at(0, 2)), tokens=9, answers=1)
+
+
+def test_two_files_of_one_name_are_not_one_workload(tmp_path):
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(tmp_path / folder / "mine.jsonl")
+        files[-1].write_text(json.dumps({"turns": [folder]}))
+    with pytest.raises(ValueError, match="called mine already"):
+        workloads.load([str(file) for file in files])
+    assert len(workloads.load(["packaged", "packaged"])) == len(workloads.own_classes())
+
+
+def test_a_damaged_report_is_named(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"format": figures.FORMAT, "settings": {}, "arms": {}, "cells": [{}], "baseline": "a"}))
+    assert toys.script("benchmark", "scripts").main(["--compare", str(file), str(file)]) == 2
+    file.write_text(json.dumps({"format": figures.FORMAT}))
+    assert toys.script("benchmark", "scripts").main(["--compare", str(file)]) == 2
+    assert "not as this benchmark writes a report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [6, 8, 16])
+def test_equal_arms_are_rarely_called_faster(count):
+    """One in twenty; plain percentiles of so few prompts said it of one in six to ten."""
+    draw, trials = np.random.default_rng(count), 500
+    wrong = 0
+    for trial in range(trials):
+        slow = draw.uniform(1, 5, count)
+        one, other = (records(slow * np.exp(draw.normal(0, 0.05, count)), part=lambda i: 0) for _ in range(2))
+        wrong += figures.speed_up(one, other, seed=trial)["verdict"] in ("faster", "slower")
+    assert wrong / trials < 0.07  # 5 %, and what 500 trials leave open
+    clear = figures.speed_up(records(draw.uniform(1.8, 2.2, count)), records(draw.uniform(0.9, 1.1, count)), seed=0)
+    assert clear["verdict"] == "faster"

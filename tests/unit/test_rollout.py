@@ -12,6 +12,7 @@ import yaml
 from stubs import StubServer, chat
 
 from dflash_train.check import Finding
+from dflash_train.config.secrets import scrubbed
 from dflash_train.rollout import traffic, watch
 from dflash_train.rollout.greedy import PROMPTS, fork, greedy_step, local_rescore, read_prompts
 from dflash_train.rollout.pair import (
@@ -573,3 +574,153 @@ def test_a_greedy_difference_stops_before_the_benchmark(drafter, target_dir, tmp
                        "--licence", "mit", "--target-licence", "mit")  # fmt: skip
     assert done.code == 1 and "greedy: 0 of 24" in done.out.splitlines()[-1], done
     assert "benchmark" not in json.loads((tmp_path / "rollout.json").read_text())["steps"]
+
+
+# --- what goes wrong on the way ---------------------------------------------------------------------------------
+
+
+def test_a_damaged_record_is_named_and_not_written_over(tmp_path):
+    file = tmp_path / "rollout.json"
+    for text in (
+        '{"format": 1, "steps": {"pins": 5}}',
+        '{"format": 1, "steps": {"pins": {"ok": true}}}',
+        '{"format": 1',
+        "[]",
+        "\x00",
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="rollout.json"):
+            Record(tmp_path)
+        assert file.read_text() == text
+
+
+def test_a_verdict_does_not_outlive_what_it_stood_on(tmp_path):
+    Record(tmp_path).close(verdict="go", reasons=[])
+
+    def fails():
+        raise ValueError("the server is down")
+
+    with pytest.raises(ValueError, match="down"):
+        Record(tmp_path).step("greedy", {"other": 1}, fails)
+    kept = json.loads((tmp_path / "rollout.json").read_text())
+    assert kept["verdict"] is None and kept["reasons"] == ["greedy: begun and not ended"]
+
+
+def test_servers_that_answer_nonsense_are_named():
+    for models in ({"data": [1]}, {"data": 5}, [], "text", {"data": []}):
+        with StubServer(models=(200, models)) as odd, pytest.raises(ValueError, match="lists no models"):
+            Server.open(odd.url)
+    for url in ("localhost:8000", "http://[::1", "http://h:99999999/v1"):
+        with pytest.raises(ValueError, match="is no address"):
+            Server.open(url)
+    for answer in (
+        [],
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": "x"}, "logprobs": [1]}]},
+        "<html>",
+    ):
+        with StubServer(lambda body, number, answer=answer: (200, answer)) as odd:
+            server = Server.open(odd.url)
+            with pytest.raises(ValueError, match="no chat completion"):
+                server.greedy(PROMPT["messages"], 8)
+            server.close()
+
+
+def counted(plain, fast):
+    with served("The cat", usage=None) as one, served("The cat", usage=None) as other:
+        servers = Server.open(one.url), Server.open(other.url)
+        for server, counts in zip(servers, (plain, fast), strict=True):
+            server.drafts = iter(counts).__next__
+        try:
+            return greedy_step(*servers, [PROMPT], precision="bfloat16")
+        finally:
+            for server in servers:
+                server.close()
+
+
+def test_counters_say_who_drafts():
+    assert counted([None, None], [(10, 5), (30, 20)]).facts["drafted"] == 20
+    assert counted([(7, 7), (7, 7)], [(10, 5), (30, 20)]).ok
+    with pytest.raises(ValueError, match="drafts .* by its counters.* without speculation"):
+        counted([(7, 7), (9, 7)], [(10, 5), (30, 20)])
+    with pytest.raises(ValueError, match="started anew"):
+        counted([None, None], [(30, 20), (10, 5)])
+
+
+def test_answers_without_text_prove_nothing():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        greedy(served("", usage=None), served(""))
+
+
+def test_a_byte_that_differs_is_no_go():
+    text = "The cat sat on the mat."
+    for at in (0, 10, len(text) - 1):
+        planted = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
+        assert greedy(served(text, usage=None, knows=False), served(planted, knows=False)).ok is False
+
+
+@pytest.mark.parametrize("name", ["{{ $value }}", "a: b\n- c", '"quoted" #', "{{{", "größe/模型", "x}}"])
+def test_odd_names_of_models_are_text_in_alerts(name):
+    found = yaml.safe_load(watch.rules_yaml(name, LIMITS))
+    assert found["groups"][0]["name"] == f"speculation-{name}"
+    for rule in found["groups"][0]["rules"]:
+        summary = rule["annotations"]["summary"]
+        # What Prometheus carries out is the quoted pair of braces alone; carried out, it is the name.
+        assert set(re.findall(r"\{\{.*?\}\}", summary)) <= {'{{"{{"}}'} and name in summary.replace('{{"{{"}}', "{{")
+
+
+def test_labels_are_those_that_prometheus_reads():
+    assert watch.read_labels(["job=a=b", "_x1=ü\n"]) == {"job": "a=b", "_x1": "ü\n"}
+    assert '{job="a\\nb"}' in watch.rules("m", LIMITS, {"job": "a\nb"})["groups"][0]["rules"][0]["expr"]
+    for bad in ("größe=1", "1a=b", "a", "a=", "a-b=c", '}"=x'):
+        with pytest.raises(ValueError, match="must be NAME=VALUE"):
+            watch.read_labels([bad])
+    with pytest.raises(ValueError, match="one value"):
+        watch.read_labels(["a=1", "a=2"])
+
+
+def test_labels_are_read_before_anything_is_measured(drafter, target_dir, tmp_path):
+    done = command(drafter, "--target", target_dir, "--plain", "http://127.0.0.1:9/v1", "--speculative", "http://127.0.0.1:9/v1",
+                   "--output", tmp_path, "--label", "no label")  # fmt: skip
+    assert done.code == 2 and "--label no label" in done.err
+
+
+def test_keys_of_a_launch_line_are_not_recorded():
+    line = "vllm serve T --api-key hunter2secret --hf-token=abc --max-num-batched-tokens 8192 --admin-api-key 'x y'"
+    kept = scrubbed(line)
+    assert "hunter2" not in kept and "abc" not in kept and "--max-num-batched-tokens 8192" in kept
+
+
+def test_a_step_is_done_again_where_its_files_or_prompts_changed(drafter, target_dir, tmp_path, monkeypatch):
+    from dflash_train.rollout import command as module
+
+    rows = [{"workload": "mine", "concurrency": 1, "speed_up": 2.0, "interval": [1.9, 2.1], "pairs": 9, "tau": 3.0, "rounds": 90,
+             "per_position": None, "tok_s": {"plain": 1.0, "speculative": 2.0}, "verdict": "on"}]  # fmt: skip
+    fine = lambda *args, **more: Outcome(ok=True, summary="fine", facts={"rows": rows})
+    for name in ("licence_step", "pins_step", "greedy_step"):
+        monkeypatch.setattr(module, name, fine)
+    out, mine, measured = tmp_path / "out", tmp_path / "mine.jsonl", []
+
+    def benchmark(*args):
+        measured.append(args)
+        (out / module.BENCHMARK).write_text("{}")
+        return fine()
+
+    monkeypatch.setattr(module, "_benchmark", benchmark)
+
+    def roll() -> tuple[int, int]:
+        """(benchmarks so far, alerts that are there)"""
+        done = command(drafter, "--target", target_dir, "--plain", plain.url, "--speculative", fast.url, "--output", out, "--concurrency", "1",
+                       "--traffic", mine, "--label", "job=x")  # fmt: skip
+        assert done.code == 0, done
+        return len(measured), (out / module.RULES).is_file() + (out / module.DASHBOARD).is_file()
+
+    with served("x", usage=None) as plain, served("x") as fast:
+        mine.write_text(json.dumps({"turns": ["one"]}))
+        assert roll() == (1, 2) and roll() == (1, 2)
+        (out / module.RULES).unlink()
+        assert roll() == (1, 2)
+        (out / module.BENCHMARK).unlink()
+        assert roll() == (2, 2)
+        mine.write_text(json.dumps({"turns": ["another"]}))
+        assert roll() == (3, 2)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+import os
 import queue
+import signal
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -29,6 +34,7 @@ from dflash_train.generation.single import plain_decode  # noqa: E402
 from dflash_train.generation.slots import Slots, why_no_slots  # noqa: E402
 from dflash_train.generation.speculative import SpeculativeSlots  # noqa: E402
 from dflash_train.generation.verify import Sampling  # noqa: E402
+from dflash_train.server import app  # noqa: E402
 from dflash_train.server.app import Service, build_app  # noqa: E402
 from dflash_train.server.metrics import Metrics, drafted_tokens  # noqa: E402
 from dflash_train.server.protocol import ApiError, parse  # noqa: E402
@@ -71,6 +77,10 @@ def test_a_request_with_everything_that_there_is():
         ({"temperature": "hot"}, "temperature", 'temperature = "hot"'),
         ({"top_p": 0}, "top_p", "above 0 and at most 1"),
         ({"top_k": 1.5}, "top_k", "must be a whole number"),
+        ({"top_k": 2**31}, "top_k", "below 2**31"),
+        ({"seed": 2**63}, "seed", "64 bits"),
+        ({"\ud83d": 1}, None, "half of a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, None, "half of a surrogate pair"),
         ({"seed": True}, "seed", "seed = true"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "they are one thing"),
@@ -462,6 +472,8 @@ def test_what_the_command_refuses(target_dir, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ValueError, match="--api-key-env NO_SUCH_KEY: .* empty or not set"):
         run("--target", str(target_dir), "--no-drafter", "--api-key-env", "NO_SUCH_KEY")
+    with pytest.raises(ValueError, match="--seed 99999999999999: must be in"):
+        run("--target", str(target_dir), "--no-drafter", "--seed", "99999999999999")
     with pytest.raises(ValueError, match="--slots 0: must be at least 1"):
         run("--target", str(target_dir), "--no-drafter", "--slots", "0")
     toy = ["--target", str(target_dir), "--no-drafter", "--port", "0"]
@@ -509,3 +521,108 @@ def test_an_open_address_without_a_key_is_said(pair):
     assert "WARNING: 0.0.0.0 is open to the network" in serve._announcement(args, "m", bound, loaded)
     args.api_key_env = "KEY"
     assert "WARNING" not in serve._announcement(args, "m", bound, loaded)
+
+
+# --- clients that mean ill, or know no better -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", [True, False])
+def test_whatever_a_client_may_ask_is_decoded(pair, drafter: bool):
+    """A value that decoding cannot hold would end the server for everybody."""
+    greedy = {"max_tokens": 8, "temperature": 0}
+    with Open(slots_of(pair, drafter=drafter), draft_length=7 if drafter else 0) as open_:
+        best = open_.chat(**greedy).json()["choices"][0]["message"]["content"]
+        for field, value in [("top_k", 2**31 - 1), ("seed", 2**63 - 1), ("seed", 1 - 2**63), ("temperature", 999999), ("top_p", 1e-300),
+                             ("top_p", 1e-45), ("stop", ["x"] * 300)]:  # fmt: skip
+            assert open_.chat(**{"max_tokens": 8, "temperature": 2, field: value}).status_code == 200, field
+        for temperature in (1e-5, 1e-9, 1e-40, 1e-45, 1e-300):  # below float32 there is nothing but the best token
+            assert (
+                open_.chat(**greedy | {"temperature": temperature}).json()["choices"][0]["message"]["content"] == best
+            )
+        assert open_.chat(**greedy).json()["choices"][0]["message"]["content"] == best and open_.scheduler.error is None
+
+
+def test_a_token_that_only_the_tokenizer_has_is_refused(pair):
+    with Open(slots_of(pair, drafter=False), draft_length=0) as open_:
+        open_.service.vocab_size = 10  # of the target
+        error = open_.chat().json()["error"]
+        assert "is no token; the vocabulary has 10" in error["message"] and error["param"] == "messages"
+
+
+def talk(open_: Open, *requests):
+    """Responses of requests that are under way together."""
+
+    async def all_of_them():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(build_app(open_.service)), base_url="http://x"
+        ) as client:
+            return await asyncio.gather(*(request(client) for request in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_long_prompt_is_read_while_others_are_answered(pair, monkeypatch):
+    others = threading.Event()
+    tokenizer = toys.toy_tokenizer()
+
+    def slow(*args, **more):
+        assert others.wait(10), "nobody else is answered meanwhile"
+        return tokenizer(*args, **more)
+
+    async def healthy(client):
+        await asyncio.sleep(0.05)
+        assert (await client.get("/health")).status_code == 200
+        others.set()
+
+    with Open(slots_of(pair, drafter=False), draft_length=0) as open_:
+        monkeypatch.setattr(app, "LONG_BODY", 8)
+        open_.service._prompt_ids = lambda ask, chat: slow(ask.prompt)["input_ids"]
+        ask = lambda client: client.post("/v1/completions", json={"prompt": "w20 w21", "max_tokens": 2})  # noqa: E731
+        assert talk(open_, ask, healthy)[0].status_code == 200
+
+
+def test_bodies_that_are_too_long_or_do_not_come(pair, monkeypatch):
+    async def drip():
+        yield b"{"
+        await asyncio.sleep(5)
+
+    with Open(slots_of(pair, drafter=False), draft_length=0) as open_:
+        monkeypatch.setattr(app, "BODY_BYTES", 100)
+        long = open_.client.post("/v1/completions", json={"prompt": "w20 " * 2000})  # 64 tokens of 64 bytes, and 100
+        assert long.status_code == 413 and "longer than 4196 bytes" in long.json()["error"]["message"]
+        monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+        assert talk(open_, lambda client: client.post("/v1/completions", content=drip()))[0].status_code == 408
+
+
+def test_two_servers_that_take_one_port_at_once(target_dir, monkeypatch):
+    pytest.importorskip("uvicorn", reason="the extra serve")
+    port, load, rivals = free_port(), serve.load, []
+
+    def meanwhile(args):
+        rivals.append(serve.listen("127.0.0.1", port))
+        rivals[0].listen()
+        return load(args)
+
+    monkeypatch.setattr(serve, "load", meanwhile)
+    with pytest.raises(ValueError, match=f"--port {port}: another program listens there"):
+        run("--target", str(target_dir), "--no-drafter", "--port", str(port))
+    rivals[0].close()
+
+
+def test_a_client_that_never_sends_the_rest_does_not_keep_the_server(target_dir, monkeypatch, capfd):
+    pytest.importorskip("uvicorn", reason="the extra serve")
+    port = free_port()
+    monkeypatch.setattr(serve, "DRAIN_SECONDS", 0.2)
+
+    def stuck() -> None:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=60) as client:
+            client.get(f"http://127.0.0.1:{port}/health")  # it listens
+        held.connect(("127.0.0.1", port))
+        held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with socket.socket() as held, ThreadPoolExecutor(1) as pool:
+        told = pool.submit(stuck)
+        assert serve.main(["--target", str(target_dir), "--no-drafter", "--port", str(port)]) == 0
+        told.result()
