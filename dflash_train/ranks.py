@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +68,20 @@ def stop() -> None:
     ending.join(timeout=10.0)
 
 
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Around a command that a process is there for. A thread that still waits for another rank's goodbye, as where an error ends them all, would be told
+    of that rank's end while the interpreter takes itself down, which aborts the process: it ends without that, with the same code."""
+    try:
+        yield
+    except SystemExit as end:
+        if any(thread.name == _Watch.NAME for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
 def watch(on_loss: Callable[[str], None] | None) -> None:
     """From the next `start` on, have this called in a thread of its own, with torch's word for it, when another rank is gone without a goodbye.
 
@@ -80,9 +94,11 @@ def watch(on_loss: Callable[[str], None] | None) -> None:
 class _Watch:
     """Every rank waits for the goodbye of the one behind it, in a group of its own; those are a ring, so a loss reaches all of them."""
 
+    NAME = "ranks"
+
     def __init__(self, on_loss: Callable[[str], None]):
         self.group, self.on_loss, self.leaving = dist.new_group(backend="gloo", timeout=PATIENCE), on_loss, False
-        self.thread = threading.Thread(target=self._wait, name="ranks", daemon=True)
+        self.thread = threading.Thread(target=self._wait, name=self.NAME, daemon=True)
         self.thread.start()
 
     def _wait(self) -> None:

@@ -329,4 +329,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    with ranks.leaving():
+        run_command(main)

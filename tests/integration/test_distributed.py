@@ -188,6 +188,14 @@ def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint
     assert again.returncode != 0 and again.stderr.count(refusal) == 1, again.stderr
 
 
+def test_a_mistake_is_said_once_and_no_rank_aborts(recipe, tmp_path):
+    """Each rank's watch still waits for the other when both end."""
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    done = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/run")
+    assert done.stderr.count("has checkpoints of an earlier run") == 1, done.stderr
+    assert "SIGABRT" not in done.stderr and "Fatal Python error" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(("module", "what"), [("start", "write_certificate"), ("train", "export_run")])
 def test_what_rank_0_alone_meets_ends_all_ranks_with_its_word(recipe, tmp_path, module, what):
     """Before the first step, and behind the last one, where the others wait without a time-out: at once, not when torchrun kills them."""
