@@ -77,7 +77,7 @@ def decode_prompts(
     if not 2 <= block_size <= trained:
         raise ValueError(f"block_size = {block_size}: must be in [2, {trained}], the trained block")
     step.eval()
-    batched = step.target.side_by_side and step.dtype != torch.float32
+    batched = step.target.side_by_side and step.dtype != torch.float32 and step.target.device.type == "cuda"
     decoding = (_together if batched else _one_by_one)(step, prompts, config, stop_ids, block_size, plain, progress)
     if config.temperature == 0:
         for prompt, result in zip(prompts, decoding.results, strict=True):

@@ -21,7 +21,6 @@ COMMANDS = {
     "train": train.main,
     "evaluate": evaluate.main,
     "export": export.main,
-    "serve": serve.main,
     "regenerate": toys.script("regenerate").main,
     "inspect_data": toys.script("inspect_data").main,
 }
@@ -71,6 +70,11 @@ def test_without_arguments_a_command_explains_itself(name):
     code, out, err = toys.call(COMMANDS[name])
     assert (code, out) == (2, "")
     assert "usage:" in err and "optimizer.lr" in err
+
+
+def test_a_server_lists_its_flags_and_names_the_knobs_that_matter():
+    code, out, _ = toys.call(serve.main, "--help")
+    assert code == 0 and "--drafter" in out and "target.*" in out
 
 
 def test_check_takes_a_folder_and_no_recipe():
