@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +155,16 @@ def test_layers_are_compiled_together_where_nothing_comes_between_them():
 
 @pytest.mark.slow
 def test_compiled_layers_read_the_same_and_compile_once():
+    """In a process of its own: what other tests have compiled there, and how, changes how many graphs there are."""
+    here = [str(Path(__file__).parent), *sys.path]
+    command = [sys.executable, "-c", "import test_linear; test_linear.read_compiled()"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(here)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def read_compiled() -> None:
     plain = toys.toy_target().read(batch()).features_BTF
     m = model()
     assert enable_varlen(m) is None
