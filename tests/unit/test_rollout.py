@@ -530,20 +530,16 @@ def command(*argv):
     return toys.call(main, *argv)
 
 
+def between(plain, fast, drafter, target, output, *more):
+    """The command over two servers."""
+    servers = ("--plain", plain.url, "--speculative", fast.url)
+    return command(drafter, "--target", target, *servers, "--output", output, *more)
+
+
 def test_nothing_is_asked_of_the_servers_after_a_refusal(drafter, target_dir, tmp_path):
     edit(drafter, "dflash_train.json", lambda r: r["target"].update(name="acme/other"))
     with served("x", usage=None) as plain, served("x") as fast:
-        done = command(
-            drafter,
-            "--target",
-            target_dir,
-            "--plain",
-            plain.url,
-            "--speculative",
-            fast.url,
-            "--output",
-            tmp_path / "out",
-        )
+        done = between(plain, fast, drafter, target_dir, tmp_path / "out")
         assert not plain.posts and not fast.posts
     assert done.code == 1 and done.out.splitlines()[-1].startswith("no-go: drafter: ")
     assert json.loads((tmp_path / "out/rollout.json").read_text())["verdict"] == "no-go"
@@ -552,25 +548,13 @@ def test_nothing_is_asked_of_the_servers_after_a_refusal(drafter, target_dir, tm
 def test_a_launch_line_that_contradicts_the_drafter_is_no_go(drafter, target_dir, tmp_path):
     line = 'VLLM_USE_V2_MODEL_RUNNER=1 vllm serve T --speculative-config \'{"method": "dflash", "num_speculative_tokens": 15}\''
     with served("x", usage=None) as plain, served("x") as fast:
-        done = command(
-            drafter,
-            "--target",
-            target_dir,
-            "--plain",
-            plain.url,
-            "--speculative",
-            fast.url,
-            "--output",
-            tmp_path,
-            "--launch",
-            line,
-        )
+        done = between(plain, fast, drafter, target_dir, tmp_path, "--launch", line)
     assert done.code == 1 and "num_speculative_tokens 15" in done.out.splitlines()[-1]
 
 
 def test_a_greedy_difference_stops_before_the_benchmark(drafter, target_dir, tmp_path):
     with served("The cat", usage=None, knows=False) as plain, served("The dog", knows=False) as fast:
-        done = command(drafter, "--target", target_dir, "--plain", plain.url, "--speculative", fast.url, "--output", tmp_path, "--engine-version", "0.30.0",
+        done = between(plain, fast, drafter, target_dir, tmp_path, "--engine-version", "0.30.0",
                        "--licence", "mit", "--target-licence", "mit")  # fmt: skip
     assert done.code == 1 and "greedy: 0 of 24" in done.out.splitlines()[-1], done
     assert "benchmark" not in json.loads((tmp_path / "rollout.json").read_text())["steps"]
