@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from dflash_train.data.provenance import expected_of
 from dflash_train.data.read import Kept, iter_conversations, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.data.template import TEMPLATE_ERRORS, tokenizer_hash
+from dflash_train.drafter.layers import compiled
+from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import hash_weights, load_drafter_folder, public_name, read_record, tensor_faults
+from dflash_train.kernels.attention import why_not
 from dflash_train.kernels.head import transform_logits
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay, default_gamma
@@ -233,23 +237,37 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     else:
         initialise(drafter, o.recipe.train.seed)
     drafter.to(device)
-    flex, fuse = attention_and_compile(engine, device)
+    _, fuse = attention_and_compile(engine, device)
     if fuse:
         target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
-    return DraftStep(drafter, placed, o.recipe.objective, flex=flex, dtype=dtype, fuse=fuse)
+    mask = mask_maker(engine, device, dtype, spec)
+    return DraftStep(drafter, placed, o.recipe.objective, dtype=dtype, mask=mask, fuse=fuse)
 
 
 def attention_and_compile(engine: EngineConfig, device: torch.device) -> tuple[bool, bool]:
-    """(flex attention, compiled layers) on a device. Raises ValueError for what cannot be had there."""
-    flex = engine.attention is Attention.flex or (engine.attention is Attention.auto and device.type == "cuda")
-    if flex and device.type != "cuda":
+    """(block-sparse attention, compiled layers) on a device. Raises ValueError for what cannot be had there."""
+    sparse = engine.attention is Attention.flex or (engine.attention is Attention.auto and device.type == "cuda")
+    if sparse and device.type != "cuda":
         raise ValueError("engine.attention = flex: its backward needs CUDA; use auto or dense")
-    if engine.compile and not flex:
+    if engine.compile and not sparse:
         raise ValueError(
-            "engine.compile = true: layers are compiled with flex attention, which needs CUDA and engine.attention=auto; leave it null or false"
+            "engine.compile = true: layers are compiled with block-sparse attention, which needs CUDA and engine.attention=auto; leave it null or false"
         )
-    return flex, flex if engine.compile is None else engine.compile
+    return sparse, sparse if engine.compile is None else engine.compile
+
+
+def mask_maker(engine: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DrafterSpec) -> Callable:
+    """The function of `drafter.mask` whose masks choose the kernel of the drafter's attention; says so where it is not the fastest of a GPU."""
+    sparse, fuse = attention_and_compile(engine, device)
+    refused = f"engine.attention = {engine.attention.value}"
+    if engine.attention is Attention.auto:
+        refused = why_not(device, dtype, spec.head_dim, spec.block_size)
+    if not refused:
+        return compiled(span_mask) if fuse else span_mask
+    if device.type == "cuda":
+        say(f"note: the draft's attention is {'flex' if sparse else 'dense'} attention and not our own: {refused}")
+    return flex_mask if sparse else dense_mask
 
 
 def describe(o: Outline) -> str:

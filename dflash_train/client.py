@@ -249,7 +249,7 @@ def rebuilt(like: DraftStep, spec: DrafterSpec, tensors: dict[str, torch.Tensor]
     assert isinstance(target, HFTarget)
     if tuple(target.layer_ids) != spec.target_layer_ids:
         target = HFTarget(target.model, target.info, spec.target_layer_ids)
-    return DraftStep(drafter.to(target.device), target, like.objective, flex=False, dtype=like.dtype).eval()
+    return DraftStep(drafter.to(target.device), target, like.objective, dtype=like.dtype).eval()
 
 
 # --- the check ----------------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ position-decayed cross-entropy of those scores plus the selector's cross-entropy
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from dflash_train.config.schema import Denominator, ObjectiveConfig
+from dflash_train.drafter.mask import dense_mask
 from dflash_train.drafter.model import Drafter, block_positions, block_token_ids
 from dflash_train.metrics import slot_metric
 from dflash_train.objective.loss import candidate_logits, leading_hits, linear_cross_entropy, selector_cross_entropy
@@ -22,6 +25,7 @@ class DraftStep(nn.Module):
     """forward(batch, features, total_weight) -> LossReport.
 
     total_weight: the step's supervised decay weight over all ranks and micro-batches, known before the first forward.
+    mask: which function of `drafter.mask` makes the masks, and by that which kernel computes the attention. fuse: compile the layers.
     """
 
     def __init__(
@@ -30,13 +34,13 @@ class DraftStep(nn.Module):
         target: Target,
         objective: ObjectiveConfig,
         *,
-        flex: bool,
         dtype: torch.dtype,
+        mask: Callable = dense_mask,
         fuse: bool = False,
     ):
         super().__init__()
         self.drafter = drafter
-        self.objective, self.flex, self.dtype, self.fuse = objective, flex, dtype, fuse
+        self.objective, self.dtype, self.mask, self.fuse = objective, dtype, mask, fuse
         object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
 
     def autocast(self) -> torch.autocast:
@@ -47,19 +51,16 @@ class DraftStep(nn.Module):
         """The target's raw token embedding, scaled, in the drafter's compute dtype."""
         return (self.target.embed(token_ids) * self.drafter.spec.input_embedding_scale).to(self.dtype)
 
-    def score(
-        self, batch: PackedBatch, features: TargetFeatures, *, flex: bool | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. flex overrides the attention kernel."""
+    def score(self, batch: PackedBatch, features: TargetFeatures, *, exact: bool = False) -> dict[str, torch.Tensor]:
+        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. exact: by dense attention, layers not compiled."""
         spec, blocks = self.drafter.spec, batch.blocks
-        flex = self.flex if flex is None else flex
         hidden_BQH = self.drafter(
             features.features_BTF.to(self.dtype),
             batch.position_ids_BT,
             self.embed(block_token_ids(blocks, spec.mask_token_id)),
             block_positions(blocks, batch.position_ids_BT, spec.block_size),
-            self.drafter.masks(blocks, batch.document_ids_BT, flex=flex),
-            fuse=flex and self.fuse,
+            self.drafter.masks(blocks, batch.document_ids_BT, dense_mask if exact else self.mask),
+            fuse=self.fuse and not exact,
         )
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]
@@ -97,7 +98,7 @@ class DraftStep(nn.Module):
         with torch.device("meta"):
             drafter = Drafter(self.drafter.spec)
         drafter.to_empty(device=self.target.device)
-        return DraftStep(drafter, self.target, self.objective, flex=self.flex, dtype=self.dtype, fuse=self.fuse)
+        return DraftStep(drafter, self.target, self.objective, dtype=self.dtype, mask=self.mask, fuse=self.fuse)
 
     def together(self) -> DraftStep:
         """This step with the target on the drafter's device, as decoding wants it."""

@@ -86,7 +86,7 @@ def at_anchors(
         batch = move(assemble(rows, T, chosen, num_blocks=blocks_at_once, decay_S=decay_S, slots=existing), device)
         with step.autocast():
             # Every set of documents has its own length: the dense kernel needs no compilation for each.
-            scores = step.score(batch, features, flex=False)
+            scores = step.score(batch, features, exact=True)
         supervised = batch.blocks.supervised_BNS
         hits = [
             leading_hits(scatter_slots(scores[k], batch.blocks), supervised).cpu().numpy()

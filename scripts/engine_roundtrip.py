@@ -148,7 +148,7 @@ class Ours:
             )
         drafter = Drafter(spec)
         drafter.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
-        self.steps[name] = DraftStep(drafter, self.target, ObjectiveConfig(), flex=False, dtype=torch.float32).eval()
+        self.steps[name] = DraftStep(drafter, self.target, ObjectiveConfig(), dtype=torch.float32).eval()
 
     def answer(self, prompt: list[int], most: int, stop: set[int]) -> list[int]:
         """The target's greedy answer without its stop token."""

@@ -330,7 +330,7 @@ def randomise(drafter: Drafter, seed: int = 0, scale: float = 0.2) -> Drafter:
 def toy_step(target=None, *, seed: int = 0, objective: ObjectiveConfig | None = None, **spec) -> DraftStep:
     """A step in fp32 with a randomised drafter."""
     drafter = randomise(Drafter(toy_spec(**spec)), seed)
-    return DraftStep(drafter, target or FixedTarget(), objective or ObjectiveConfig(), flex=False, dtype=torch.float32)
+    return DraftStep(drafter, target or FixedTarget(), objective or ObjectiveConfig(), dtype=torch.float32)
 
 
 def weight_of(*batches: PackedBatch) -> torch.Tensor:

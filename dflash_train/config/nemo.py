@@ -406,7 +406,7 @@ class _Translation:
         self.take(
             key,
             {"engine.attention": kinds[backend]},
-            "flex on CUDA, dense elsewhere" if kinds[backend] == "auto" else "",
+            "block-sparse on CUDA, dense elsewhere" if kinds[backend] == "auto" else "",
         )
         key, kernel = "recipe_args.target_attn_implementation", self.fields["recipe_args.target_attn_implementation"]
         if kernel is None:
@@ -424,7 +424,7 @@ class _Translation:
         if "compile.enabled" not in self.given:
             self.note("compile.enabled", "")  # ours compiles by default
         elif self.fields["compile.enabled"] is True and dense:
-            self.note("compile.enabled", "changes nothing: layers are compiled with flex attention only")
+            self.note("compile.enabled", "changes nothing: layers are compiled with block-sparse attention only")
         else:
             self.take("compile.enabled", {"engine.compile": self.fields["compile.enabled"]})
         if not self.fields["compile.enabled"]:

@@ -33,7 +33,7 @@ class Precision(enum.Enum):
 
 
 class Attention(enum.Enum):
-    """How the drafter's block attention is computed; both give the same numbers."""
+    """How the drafter's block attention is computed; all give the same numbers."""
 
     auto = "auto"
     dense = "dense"
@@ -353,10 +353,13 @@ class EngineConfig:
     precision: Precision = knob(
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
     )
-    attention: Attention = knob(Attention.auto, "auto: flex on CUDA, dense elsewhere.")
+    attention: Attention = knob(
+        Attention.auto,
+        "auto: on CUDA our own kernels for Hopper where they can (16 bits, heads of 64 or 128, blocks of up to 64), else flex; dense elsewhere.",
+    )
     compile: bool | None = knob(
         None,
-        "torch.compile the draft layers, one by one under every engine, and the target's for rows as training has them; null: with flex attention, so on CUDA.",
+        "torch.compile the draft layers, one by one under every engine, and the target's for rows as training has them; null: unless attention is dense, so on CUDA.",
     )
     cuda_graphs: bool = knob(
         True,

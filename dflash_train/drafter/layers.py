@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dflash_train.drafter.mask import BlockMask, SlotMask
 from dflash_train.drafter.spec import DrafterSpec
+from dflash_train.kernels.attention import Spans, block_attention, is_hopper
 from dflash_train.kernels.varlen import varlen
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -118,13 +119,13 @@ HOPPER_TILES = {
 
 def _tiles(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, int | bool] | None:
     """Flex attention's options where its own choice is not the best."""
-    measured = dtype.itemsize == 2 and head_dim == 128 and device.type == "cuda"
-    return HOPPER_TILES if measured and _is_hopper(device.index) else None
+    measured = dtype.itemsize == 2 and head_dim == 128
+    return HOPPER_TILES if measured and is_hopper(device) else None
 
 
-@torch.compiler.assume_constant_result
-def _is_hopper(gpu: int | None) -> bool:
-    return torch.cuda.get_device_capability(gpu) == (9, 0)
+def span_attention(q, context_kv, block_kv, mask: Spans) -> torch.Tensor:
+    """The same by kernels of our own (Hopper)."""
+    return block_attention(*(x.transpose(1, 2) for x in (q, *context_kv, *block_kv)), mask).transpose(1, 2)
 
 
 def slot_attention(q, context_kv, block_kv, mask: SlotMask) -> torch.Tensor:
@@ -151,6 +152,8 @@ def attention_for(mask):
     """The kernel that a mask is made for."""
     if isinstance(mask, SlotMask):
         return slot_attention
+    if isinstance(mask, Spans):
+        return span_attention
     return dense_attention if isinstance(mask, BlockMask) else flex_attention
 
 

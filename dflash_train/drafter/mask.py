@@ -1,4 +1,4 @@
-"""Who sees whom: the drafter's attention mask, as booleans (exact, any device) and for flex attention (CUDA).
+"""Who sees whom: the drafter's attention mask, as booleans (exact, any device), for flex attention (CUDA) and for kernels of our own (Hopper).
 
 The rule, for a query in slot s of a block with its anchor at index a (contract of every engine for is_causal false):
 context k is visible if it is in the anchor's document, k < a, and, in a sliding layer, (a + s) - k < W;
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from dflash_train.kernels.attention import Spans, spans
 from dflash_train.types import DraftBlocks
 
 
@@ -60,20 +61,12 @@ def dense_mask(
     return BlockMask(context_BQT=context_BNST.reshape(B, N * block_size, T), block_BNSS=block_BNSS)
 
 
-TILE = 128  # queries and keys that the block-sparse kernel skips, or leaves unmasked, together
-
-
-def flex_mask(blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool):
-    """The same mask as a flex-attention BlockMask over keys [context T | blocks Q], whose tiles are found by arithmetic.
-
-    A document is one stretch of its row, so a query sees an interval of the context and an interval of the blocks. That says which tiles
-    it needs and which of them need no mask, without looking at single pairs. Nothing is read by the host.
-    """
-    from torch.nn.attention.flex_attention import BlockMask as TiledMask
-
+def _edges(
+    blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per query (B, Q), int32: the first context token that it sees, the first behind them, and how many slots of its own block. A document is
+    one stretch of its row, so that a query sees an interval of the context."""
     B, T = document_ids_BT.shape
-    N = blocks.anchors_BN.shape[1]
-    Q = N * block_size
     at = torch.arange(T, device=document_ids_BT.device)
     slots = torch.arange(block_size, device=at.device)
     begins_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0)) * at
@@ -82,12 +75,37 @@ def flex_mask(blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: in
     if window is not None:
         first_BNS = torch.maximum(first_BNS, queries_BNS - window + 1)
     last_BNS = torch.where(blocks.valid_BN, blocks.anchors_BN, 0)[:, :, None].expand_as(queries_BNS)
-    own_first_BNS = (T + block_size * torch.arange(N, device=at.device))[None, :, None].expand_as(queries_BNS)
     seen_BNS = blocks.slots_BN[:, :, None].expand_as(queries_BNS)
     if is_causal:
         seen_BNS = torch.minimum(seen_BNS, slots + 1)
-    edges = (x.reshape(B, Q).int() for x in (first_BNS, last_BNS, own_first_BNS, own_first_BNS + seen_BNS))
-    first_BQ, last_BQ, own_first_BQ, own_last_BQ = edges
+    first_BQ, last_BQ, seen_BQ = (x.reshape(B, -1).int() for x in (first_BNS, last_BNS, seen_BNS))
+    return first_BQ, last_BQ, seen_BQ
+
+
+def span_mask(
+    blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool
+) -> Spans:
+    """The same mask for `kernels.attention`. Nothing is read by the host."""
+    edges = _edges(blocks, document_ids_BT, block_size, window, is_causal)
+    return spans(*edges, document_ids_BT.shape[1], block_size)
+
+
+TILE = 128  # queries and keys that the block-sparse kernel skips, or leaves unmasked, together
+
+
+def flex_mask(blocks: DraftBlocks, document_ids_BT: torch.Tensor, block_size: int, window: int | None, is_causal: bool):
+    """The same mask as a flex-attention BlockMask over keys [context T | blocks Q], whose tiles are found by arithmetic.
+
+    That says which tiles a query needs and which of them need no mask, without looking at single pairs. Nothing is read by the host.
+    """
+    from torch.nn.attention.flex_attention import BlockMask as TiledMask
+
+    T = document_ids_BT.shape[1]
+    first_BQ, last_BQ, seen_BQ = _edges(blocks, document_ids_BT, block_size, window, is_causal)
+    Q = first_BQ.shape[1]
+    at = torch.arange(Q, device=first_BQ.device, dtype=torch.int32)
+    own_first_BQ = (T + at // block_size * block_size).expand_as(seen_BQ)
+    own_last_BQ = own_first_BQ + seen_BQ
 
     def visible(b, h, q, k):  # scalars: batch row, head, query and key index
         context = (k >= first_BQ[b, q]) & (k < last_BQ[b, q])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from dflash_train.drafter.layers import Context, ContextRows, DraftLayer, RMSNorm, compiled, project, rotation
-from dflash_train.drafter.mask import dense_mask, flex_mask
 from dflash_train.drafter.selector import CandidateSelector
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.types import DraftBlocks
@@ -47,9 +46,8 @@ class Drafter(nn.Module):
             h = layer(h, contexts[n], by, masks[self.spec.window(n)], slots)
         return self.norm(h)
 
-    def masks(self, blocks: DraftBlocks, document_ids_BT: torch.Tensor, *, flex: bool) -> dict:
-        """One mask per distinct window of the layers."""
-        build = flex_mask if flex else dense_mask
+    def masks(self, blocks: DraftBlocks, document_ids_BT: torch.Tensor, build: Callable) -> dict:
+        """One mask per distinct window of the layers, made by a function of `drafter.mask`."""
         windows = {self.spec.window(n) for n in range(self.spec.num_hidden_layers)}
         return {w: build(blocks, document_ids_BT, self.spec.block_size, w, self.spec.is_causal) for w in windows}
 

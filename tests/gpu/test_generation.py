@@ -152,7 +152,7 @@ def make_step(window: int | None) -> DraftStep:
         num_target_layers=3, sliding_window=window, mask_token_id=999,
     )  # fmt: skip
     drafter = toys.randomise(Drafter(spec), scale=0.05).cuda()
-    return DraftStep(drafter, HFTarget(model, info, (0, 1)), ObjectiveConfig(), flex=False, dtype=torch.bfloat16)
+    return DraftStep(drafter, HFTarget(model, info, (0, 1)), ObjectiveConfig(), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -12,7 +12,10 @@ import toys
 
 from dflash_train.config.schema import ObjectiveConfig
 from dflash_train.data.stream import RowStream, StreamConfig
+from dflash_train.drafter.layers import compiled
+from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.model import Drafter
+from dflash_train.kernels.attention import why_not
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay
 from dflash_train.target.hf import HFTarget
@@ -33,8 +36,17 @@ def documents(n: int) -> list[TokenizedExample]:
     return made
 
 
+MASKS = {
+    "dense": dense_mask,
+    "flex": flex_mask,
+    "compiled": flex_mask,
+    "own": span_mask,
+    "own, compiled": compiled(span_mask),
+}
+
+
 def step_and_stream(
-    kernel: str, dtype: torch.dtype, window: int | None, head_dim: int = 32
+    kernel: str, dtype: torch.dtype, window: int | None, head_dim: int = 64
 ) -> tuple[DraftStep, RowStream]:
     """All drafter tensors random; packed micro-batches of two rows."""
     device = torch.device("cuda")
@@ -47,7 +59,7 @@ def step_and_stream(
         for p in drafter.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.05 + (1.0 if p.ndim == 1 else 0.0))
     step = DraftStep(
-        drafter.to(device), target, ObjectiveConfig(), flex=kernel != "dense", fuse=kernel == "compiled", dtype=dtype
+        drafter.to(device), target, ObjectiveConfig(), mask=MASKS[kernel], fuse="compiled" in kernel, dtype=dtype
     )
     stream = RowStream(
         documents(12),
@@ -77,9 +89,11 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None, head
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 4e-2)])
-@pytest.mark.parametrize("kernel", ["flex", "compiled"])
-@pytest.mark.parametrize("head_dim", [32, 128])  # heads of 128 have tiles of their own on Hopper
+@pytest.mark.parametrize("kernel", [name for name in MASKS if name != "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])  # heads of 128 have tiles of their own on Hopper
 def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel, dtype, tolerance, window, head_dim):
+    if "own" in kernel and (refused := why_not(torch.device("cuda", 0), dtype, head_dim, 8)):
+        pytest.skip(refused)
     dense, dense_gradients = loss_and_gradients("dense", dtype, window, head_dim)
     flex, flex_gradients = loss_and_gradients(kernel, dtype, window, head_dim)
     worst = max(float((flex_gradients[n] - g).norm() / g.norm().clamp_min(1e-8)) for n, g in dense_gradients.items())
@@ -90,8 +104,11 @@ def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel
     assert worst < tolerance
 
 
-def test_a_step_neither_waits_for_the_device_nor_compiles_again():
-    step, stream = step_and_stream("compiled", torch.bfloat16, None)
+@pytest.mark.parametrize("kernel", ["compiled", "own, compiled"])
+def test_a_step_neither_waits_for_the_device_nor_compiles_again(kernel):
+    if "own" in kernel and (refused := why_not(torch.device("cuda", 0), torch.bfloat16, 64, 8)):
+        pytest.skip(refused)
+    step, stream = step_and_stream(kernel, torch.bfloat16, None)
     batches = [move(next(stream.micro_batches(i, 0, 1)), step.target.device) for i in range(4)]
     weights = [torch.tensor(batch.weight, device="cuda") for batch in batches]
     features = [step.target.read(batch) for batch in batches]

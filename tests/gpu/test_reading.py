@@ -135,7 +135,7 @@ def made(*, read_ahead: bool, steps: int = 4):
     target.compile(256, record=True)
     drafter = Drafter(spec)
     initialise(drafter, 0)
-    step = DraftStep(drafter.to(device), target, ObjectiveConfig(), flex=False, dtype=torch.bfloat16)
+    step = DraftStep(drafter.to(device), target, ObjectiveConfig(), dtype=torch.bfloat16)
     documents = [toys.document(40 + i % 17, slice(4, None), name=f"d{i}", seed=i) for i in range(40)]
     config = StreamConfig(
         row_length=128, num_anchors=16, decay_S=np.array(decay(8, 4.0)), global_batch_size=4, micro_batch_size=2, seed=0

@@ -28,7 +28,7 @@ def test_it_trains_what_one_gpu_trains(read_ahead):
         target = HFTarget(toys.toy_model().to(place), toys.toy_info(), spec.target_layer_ids)
         placed = target if place == HERE else Elsewhere(target, HERE)
         drafter = toys.randomise(Drafter(spec), scale=0.05).to(HERE)
-        step = DraftStep(drafter, placed, ObjectiveConfig(), flex=False, dtype=torch.float32)
+        step = DraftStep(drafter, placed, ObjectiveConfig(), dtype=torch.float32)
         stream = toys.stream_of(rows, num_anchors=16)
         engine = toys.toy_engine(step, stream.micro_batches_per_rank(1))
         losses = []

@@ -13,7 +13,6 @@ import toys
 
 from dflash_train import ranks
 from dflash_train.config.schema import EngineKind
-from dflash_train.drafter.model import Drafter
 from dflash_train.engine.guard import Skip
 from dflash_train.metrics import MetricWindow
 from dflash_train.types import LossReport, Saved
@@ -150,11 +149,9 @@ def test_two_ranks_are_one_process(engine, cut):
 
 def compiled_layers(kind: str) -> tuple[Saved, int]:
     """The state after all steps with layers compiled, and the number of graphs: over dense masks and by a backend that a CPU has at once."""
-    masks = Drafter.masks
-    Drafter.masks = lambda self, blocks, ids, *, flex: masks(self, blocks, ids, flex=False)
     torch.compile = partial(torch.compile, backend="aot_eager")
     step, data = toys.toy_step(), stream()
-    step.flex = step.fuse = True
+    step.fuse = True
     made = toys.toy_engine(step, data.micro_batches_per_rank(ranks.world_size()), kind=EngineKind(kind))
     for n in range(STEPS):
         toys.train_step(made, data, n)

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from dflash_train.drafter.mask import dense_mask, flex_mask
+from dflash_train.drafter.layers import dense_attention
+from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.spec import FULL, SLIDING
+from dflash_train.kernels.attention import KEYS, QUERIES, block_attention_reference
 from dflash_train.types import DraftBlocks, TargetFeatures
 
 
@@ -85,17 +87,58 @@ def test_flex_mask_is_the_rule(layout):
     assert torch.equal(create_mask(built.mask_mod, B, 1, Q, K, device="cpu")[:, 0], expected)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+def seen_in(sees, T: int) -> torch.Tensor:
+    """(B, Q, T + Q): the pairs that spans let see each other."""
+    Q = sees.first_BQ.shape[1]
+    at, own = torch.arange(T), torch.arange(Q)
+    context = (at >= sees.first_BQ[..., None]) & (at < sees.last_BQ[..., None])
+    block = (own[:, None] // sees.size == own // sees.size) & (own % sees.size < sees.seen_BQ[..., None])
+    return torch.cat([context, block], -1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_spans_are_the_rule_and_the_twin_is_dense_attention(layout):
+    blocks, documents, S, window, causal = layout
+    sees = span_mask(blocks, documents, S, window, causal)
+    (B, T), Q = documents.shape, sees.first_BQ.shape[1]
+    assert torch.equal(seen_in(sees, T), looped(*layout))
+    random = torch.Generator().manual_seed(0)
+    q, kc, vc, kb, vb = (torch.randn(B, n, h, 8, generator=random) for n, h in ((Q, 4), (T, 2), (T, 2), (Q, 2), (Q, 2)))
+    twin = block_attention_reference(q, kc, vc, kb, vb, sees)
+    q, kc, vc, kb, vb = (x.transpose(1, 2) for x in (q, kc, vc, kb, vb))
+    dense = dense_attention(q, (kc, vc), (kb, vb), dense_mask(*layout))
+    torch.testing.assert_close(twin.transpose(1, 2), dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("window", [None, 8, 130, 300])
-@pytest.mark.parametrize(("T", "N", "S"), [(512, 64, 8), (300, 40, 8), (700, 21, 16), (640, 9, 7)])
-def test_the_tiles_of_the_flex_mask_are_those_found_pair_by_pair(T, N, S, window, causal):
+@pytest.mark.parametrize(("T", "N", "S"), [(1024, 128, 8), (300, 40, 8), (700, 21, 16), (640, 9, 7)])
+def test_key_tiles_meet_all_queries_that_see_them_and_mask_those_that_do_not(T, N, S, window, ordered):
+    blocks, documents = many_blocks(T, N, S, ordered=ordered)
+    sees = span_mask(blocks, documents, S, window, False)
+    pairs = torch.nn.functional.pad(seen_in(sees, T)[:, :, :T], (0, -T % KEYS, 0, -(N * S) % QUERIES))
+    tiles = pairs.unflatten(1, (-1, QUERIES)).unflatten(3, (-1, KEYS)).permute(0, 3, 1, 2, 4).flatten(3)
+    at = torch.arange(tiles.shape[2])
+    low, left, right, high = (x[..., None] for x in sees.tiles.unbind(-1))
+    assert ((low <= left) & (left <= right) & (right <= high)).all()
+    assert not (tiles.any(-1) & ~((low <= at) & (at < high))).any()
+    unmasked = (left <= at) & (at < right)
+    assert not (unmasked & ~tiles.all(-1)).any()
+    if ordered and window is None:  # nothing is masked in vain
+        assert torch.equal(unmasked, tiles.all(-1))
+        assert T != 1024 or unmasked[0].any()
+
+
+def many_blocks(T: int, N: int, S: int, *, ordered: bool = True) -> tuple[DraftBlocks, torch.Tensor]:
+    """Three rows: one document; four; seven and padding. Unused blocks at the end of the last two."""
     random = np.random.default_rng(T + N)
     documents = np.stack([np.searchsorted(np.sort(random.integers(1, T, n)), np.arange(T), "right") for n in (0, 3, 6)])
     documents[2, T - T // 5 :] = -1
-    anchors = np.sort(random.integers(0, T, (3, N)), -1)
+    anchors = random.integers(0, T, (3, N))
     valid = np.arange(N) < np.array([N, N - 3, N // 2])[:, None]
     blocks = DraftBlocks(
-        anchors_BN=torch.from_numpy(np.where(valid, anchors, 0)),
+        anchors_BN=torch.from_numpy(np.where(valid, np.sort(anchors, -1) if ordered else anchors, 0)),
         valid_BN=torch.from_numpy(valid),
         slots_BN=torch.from_numpy(random.integers(1, S + 1, (3, N))),
         labels_BNS=torch.zeros(3, N, S, dtype=torch.long),
@@ -103,7 +146,14 @@ def test_the_tiles_of_the_flex_mask_are_those_found_pair_by_pair(T, N, S, window
         supervised_BNS=torch.zeros(3, N, S, dtype=torch.bool),
         scored_M=torch.empty(0, dtype=torch.long),
     )
-    documents = torch.from_numpy(documents)
+    return blocks, torch.from_numpy(documents)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 8, 130, 300])
+@pytest.mark.parametrize(("T", "N", "S"), [(512, 64, 8), (300, 40, 8), (700, 21, 16), (640, 9, 7)])
+def test_the_tiles_of_the_flex_mask_are_those_found_pair_by_pair(T, N, S, window, causal):
+    blocks, documents = many_blocks(T, N, S)
     dense = dense_mask(blocks, documents, S, window, causal)
     Q = N * S
     own = torch.zeros(3, N, S, N, S, dtype=torch.bool)

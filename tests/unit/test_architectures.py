@@ -66,7 +66,7 @@ def open_step(folder: str) -> DraftStep:
     target.check_head(lambda x: transform_logits(x, spec.output_multiplier, spec.final_logit_softcapping))
     drafter = Drafter(spec)
     initialise(drafter, 0)
-    return DraftStep(drafter, target, ObjectiveConfig(), flex=False, dtype=torch.float32).eval()
+    return DraftStep(drafter, target, ObjectiveConfig(), dtype=torch.float32).eval()
 
 
 def documents() -> list[TokenizedExample]:

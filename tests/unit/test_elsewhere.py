@@ -25,7 +25,7 @@ def test_it_reads_embeds_and_scores_as_the_target_itself(tied):
     assert torch.equal(away.embed(ids), target.embed(ids)) and torch.equal(away.head_VH, target.head_VH)
     assert (away.info, away.dense, away.model) == (target.info, target.dense, target.model)
     step = toys.toy_step(target)
-    apart = DraftStep(step.drafter, away, step.objective, flex=False, dtype=torch.float32)
+    apart = DraftStep(step.drafter, away, step.objective, dtype=torch.float32)
     weight = toys.weight_of(batch)
     losses = [s(batch, s.target.read(batch), weight).loss for s in (step, apart)]
     assert float(losses[0]) == float(losses[1]) > 0

@@ -221,7 +221,7 @@ def test_layers_are_compiled_as_ours_are_unless_the_recipe_says_otherwise(load):
     assert load(with_field("compile.enabled", False)).engine.compile is False
     raw = nemo.change(with_field("compile.enabled", True), {"recipe_args.attention_backend": "sdpa"})
     assert load(raw).engine.compile is None  # dense attention is not compiled
-    assert any("compile.enabled" in note and "flex" in note for note in read_nemo(raw, "x").notes)
+    assert any("compile.enabled" in note and "block-sparse" in note for note in read_nemo(raw, "x").notes)
 
 
 def test_uniform_weights_are_uniform():
