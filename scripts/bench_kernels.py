@@ -7,14 +7,17 @@ largest difference between both. Needs CUDA.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from dflash_train.drafter.mask import flex_mask
+from dflash_train.drafter.layers import HOPPER_TILES, compiled
+from dflash_train.drafter.mask import flex_mask, span_mask
+from dflash_train.kernels.attention import block_attention, block_attention_reference
 from dflash_train.kernels.gather import gather_dot, gather_dot_reference, take_rows
 from dflash_train.kernels.head import score_rows_kernel, score_rows_reference
 from dflash_train.objective import loss
@@ -152,57 +155,49 @@ def some_blocks(T: int, N: int, S: int) -> tuple[DraftBlocks, torch.Tensor]:
     return blocks, torch.zeros(1, T, dtype=torch.long, device=DEVICE)
 
 
-def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int, sweep: bool) -> None:
+def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int) -> None:
+    """The masks, then forward and backward of flex attention, by default and with the layers' tiles, and of our own kernels, beside the rule in fp32."""
     blocks, documents = some_blocks(T, N, S)
+    mask, sees = (make(blocks, documents, S, None, False) for make in (flex_mask, span_mask))
+    for name, make in (("flex", flex_mask), ("own", span_mask), ("own, compiled", compiled(span_mask))):
+        line(f"mask, {name}", None, timed(lambda: make(blocks, documents, S, None, False), 5), 0.0, None)  # noqa: B023
     Q = N * S
-    anchors = blocks.anchors_BN
+    shapes = ((Q, heads), (T, kv_heads), (T, kv_heads), (Q, kv_heads), (Q, kv_heads))
+    inputs = [torch.randn(1, n, h, dim, device=DEVICE).bfloat16().requires_grad_() for n, h in shapes]
+    d = torch.randn(1, Q, heads, dim, device=DEVICE).bfloat16()
+    tflop = 4e-12 * (float(blocks.anchors_BN.sum()) * S + Q * S) * heads * dim
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    out = block_attention_reference(*wide, sees)
+    exact = [out.detach(), *torch.autograd.grad(out, wide, d.float())]
+    del out, wide
 
-    def rule(b, h, q, k):
-        t = torch.where(k < T, k, 0)
-        context = (k < T) & (t < anchors[b, q // S]) & (documents[b, t] == documents[b, anchors[b, q // S]])
-        return context | (k >= T) & ((k - T) // S == q // S)
+    @functools.partial(torch.compile, dynamic=False)
+    def flex(q, kc, vc, kb, vb, options):
+        q, k, v = (x.transpose(1, 2) for x in (q, torch.cat([kc, kb], 1), torch.cat([vc, vb], 1)))
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options).transpose(1, 2)
 
-    pair_by_pair = lambda: create_block_mask(rule, 1, None, Q, T + Q, device="cuda", _compile=True)  # noqa: E731
-    slow = timed(pair_by_pair, 5)
-    fast = timed(lambda: flex_mask(blocks, documents, S, None, False), 5)
-    line("block mask", slow, fast, 0.0, None)
-    masks = {"by pairs": pair_by_pair(), "by intervals": flex_mask(blocks, documents, S, None, False)}
-    q = torch.randn(1, heads, Q, dim, device=DEVICE).bfloat16().requires_grad_()
-    k, v = (torch.randn(1, kv_heads, T + Q, dim, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
-    pairs = float(anchors.sum()) * S + Q * S
-    roof = 1000 * 4 * pairs * heads * dim / FLOPS
-    variants: dict[str, dict] = {"": {}}
-    if sweep:
-        variants["trusted rows"] = {"ROWS_GUARANTEED_SAFE": True}
-        # forward: BLOCK_M, BLOCK_N, stages, warps; backward: BLOCK_M1, N1, M2, N2, stages, warps. Neither depends on the other.
-        for ahead, back in (
-            ((128, 128, 2, 8), (64, 128, 128, 64, 2, 8)), ((128, 128, 3, 8), (64, 64, 64, 64, 3, 4)), ((128, 64, 3, 4), (64, 64, 64, 64, 2, 4)),
-            ((64, 64, 3, 4), (32, 128, 128, 32, 3, 8)), ((128, 64, 4, 8), (64, 128, 128, 64, 4, 8)), ((64, 128, 3, 4), (32, 64, 64, 32, 3, 4)),
-            ((128, 32, 4, 4), (128, 128, 128, 128, 2, 8)),
-        ):  # fmt: skip
-            names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
-            options = {f"fwd_{a}": b for a, b in zip(names, ahead, strict=True)}
-            names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
-            options |= {f"bwd_{a}": b for a, b in zip(names, back, strict=True)}
-            variants[f"{ahead} {back}"] = options
-        variants["TMA"] = {"fwd_USE_TMA": True, "bwd_USE_TMA": True}
-    for mask_name, mask in masks.items():
-        for name, options in variants.items():
-            if name and mask_name != "by intervals":
-                continue
-            torch._dynamo.reset()
-            run = torch.compile(flex_attention, dynamic=False)
-            call = lambda: run(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)  # noqa: E731, B023
-            try:
-                out = call()
-                d = torch.randn_like(out)
-                forward = timed(call)
-                back = timed(lambda: torch.autograd.grad(out, (q, k, v), d, retain_graph=True))  # noqa: B023
-            except Exception as error:  # a size that does not fit this device: said, and the next one tried
-                print(f"attention {mask_name} {name}: {type(error).__name__}: {str(error)[:150]}")
-                continue
-            line(f"attention {mask_name} {name}", None, forward, roof, None)
-            line(f"  its backward {name}", None, back, 2.5 * roof, None)
+    variants = {
+        "flex": lambda: flex(*inputs, None),
+        "flex, tiles": lambda: flex(*inputs, HOPPER_TILES),
+        "own": lambda: block_attention(*inputs, sees),
+    }
+    for name, call in variants.items():
+        try:
+            out = call()
+            found = [out.detach(), *torch.autograd.grad(out, inputs, d, retain_graph=True)]
+            torch.cuda.synchronize()
+        except Exception as error:  # what this device cannot do is said, and the next one tried
+            print(f"attention, {name}: {type(error).__name__}: {str(error)[-600:]}", flush=True)
+            continue
+        wrong = " ".join(f"{relative(a, b):.1e}" for a, b in zip(found, exact, strict=True))
+        forward = timed(call)
+        back = timed(lambda: torch.autograd.grad(out, inputs, d, retain_graph=True))  # noqa: B023
+        both = timed(lambda: torch.autograd.grad(call(), inputs, d))  # noqa: B023
+        print(
+            f"attention, {name:<12} forward {forward:.3f} ms {tflop / forward * 1e3:4.0f} TFLOP/s, backward {back:.3f} ms "
+            f"{2.5 * tflop / back * 1e3:4.0f} TFLOP/s, both {both:.3f} ms; out, dq, dkc, dvc, dkb, dvb off by {wrong}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -212,7 +207,6 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=["rows", "head", "products", "adamw", "attention"])
-    parser.add_argument("--sweep", action="store_true", help="also other tile sizes of the attention's backward")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_kernels.py needs CUDA")
@@ -228,7 +222,7 @@ def main() -> None:
     if "adamw" in args.only:
         optimizer(hidden, vocab)
     if "attention" in args.only:
-        attention(args.context, args.anchors, args.block_size, heads, kv_heads, dim, args.sweep)
+        attention(args.context, args.anchors, args.block_size, heads, kv_heads, dim)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 import toys
+from gluon_on_cpu import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from dflash_train.drafter.layers import dense_attention
+from dflash_train.drafter.layers import compiled, dense_attention
 from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.spec import FULL, SLIDING
 from dflash_train.kernels.attention import KEYS, QUERIES, block_attention_reference
@@ -288,3 +291,28 @@ def test_a_batch_is_its_rows():
         torch.testing.assert_close(hidden[i, : len(a)], toys.slot_hidden(step, row, read)[0], rtol=1e-4, atol=1e-4)
         loss += step(row, read, torch.tensor(1.0)).loss.item()
     assert report.loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["full", "mixed"])
+def test_a_step_by_the_kernels_for_hopper_is_one_by_dense_attention(variant, monkeypatch):
+    """Compiled layers, gradients of all weights; the kernels by stand-ins for Gluon's functions, the layers by a backend that a CPU has at once."""
+    compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    documents = [[toys.document(70, seed=1), toys.document(50, seed=2)], [toys.document(90, seed=3)]]
+    batch = toys.batch_of(documents, [[5, 20, 69, 90, 110], [1, 60, 88]], block_size=8, length=130)
+    features = toys.random_features(batch)
+    exact, plain, ours = (toys.toy_step(head_dim=64, **VARIANTS[variant]) for _ in range(3))
+    plain.dtype = ours.dtype = torch.bfloat16
+    ours.mask, ours.fuse = compiled(span_mask), True
+    found = []
+    with interpreted():
+        for step in (exact, plain, ours):
+            report = step(batch, features, toys.weight_of(batch))
+            report.loss.backward()
+            found.append({"loss": report.loss.detach()} | toys.gradients(step))
+    compiled.cache_clear()
+    exact, plain, ours = found
+    assert ours["loss"] == pytest.approx(float(exact["loss"]), rel=3e-3)
+    for name, value in exact.items():  # what 16 bits cost, whoever computes in them
+        off, usual = ((other[name] - value).norm() / value.norm().clamp_min(1e-6) for other in (ours, plain))
+        assert off < 1.5 * usual + 1e-2, f"{name}: {off:.1e}, dense {usual:.1e}"
