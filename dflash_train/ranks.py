@@ -23,6 +23,12 @@ _on_loss: Callable[[str], None] | None = None
 _lost = False  # a rank is: nothing may wait for the group any more
 
 
+def device(name: str | None = None) -> torch.device:
+    """A device by its name; none: CUDA where it is, else the CPU. "cuda" is this process's GPU with its number, so that devices compare equal."""
+    found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+
+
 def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
     """Join the process group that torchrun describes and return this rank's device. A single process has none, unless `group` asks for one."""
     cuda = torch.cuda.is_available()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dflash_train import assets
+from dflash_train import assets, ranks
 from dflash_train.build import open_source
 from dflash_train.config.load import CheckFailed, load_recipe, parse, parser, require, run_command
 from dflash_train.config.schema import Precision, Recipe
@@ -64,7 +64,7 @@ def load(args: Namespace) -> Loaded:
         overrides.append(f"target.path={_quoted(args.target)}")
     if args.precision is not None:
         overrides += [f"target.precision={args.precision}", f"engine.precision={args.precision}"]
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = ranks.device(args.device)
     step = None
     if args.drafter is not None:
         run = open_source(args.drafter, args.config, overrides, device=device)

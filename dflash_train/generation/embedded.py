@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dflash_train import ranks
 from dflash_train.config.schema import Recipe
 from dflash_train.generation.base import Answer, Decoded, Request
 from dflash_train.generation.padded import decode
@@ -23,7 +24,7 @@ class Embedded:
     def __init__(self, recipe: Recipe, target: str, tokenizer: Any):
         config = recipe.regenerate
         self.tokenizer = tokenizer
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = ranks.device()
         self.model = load_model(recipe.target, target, self.device)
         info = read_target_info(target, recipe.target.revision, recipe.target.trust_remote_code)
         self.stop_ids = stop_ids(self.model, tokenizer, info.eos_token_ids)

