@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflash_train.drafter.layers import HOPPER_TILES, compiled
+from dflash_train.drafter.layers import compiled
 from dflash_train.drafter.mask import flex_mask, span_mask
 from dflash_train.kernels.attention import block_attention, block_attention_reference
 from dflash_train.kernels.gather import gather_dot, gather_dot_reference, take_rows
@@ -156,7 +156,7 @@ def some_blocks(T: int, N: int, S: int) -> tuple[DraftBlocks, torch.Tensor]:
 
 
 def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int) -> None:
-    """The masks, then forward and backward of flex attention, by default and with the layers' tiles, and of our own kernels, beside the rule in fp32."""
+    """The masks, then forward and backward of flex attention and of our own kernels, beside the rule in fp32."""
     blocks, documents = some_blocks(T, N, S)
     mask, sees = (make(blocks, documents, S, None, False) for make in (flex_mask, span_mask))
     for name, make in (("flex", flex_mask), ("own", span_mask), ("own, compiled", compiled(span_mask))):
@@ -172,15 +172,11 @@ def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int) -> No
     del out, wide
 
     @functools.partial(torch.compile, dynamic=False)
-    def flex(q, kc, vc, kb, vb, options):
+    def flex(q, kc, vc, kb, vb):
         q, k, v = (x.transpose(1, 2) for x in (q, torch.cat([kc, kb], 1), torch.cat([vc, vb], 1)))
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options).transpose(1, 2)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
-    variants = {
-        "flex": lambda: flex(*inputs, None),
-        "flex, tiles": lambda: flex(*inputs, HOPPER_TILES),
-        "own": lambda: block_attention(*inputs, sees),
-    }
+    variants = {"flex": lambda: flex(*inputs), "own": lambda: block_attention(*inputs, sees)}
     for name, call in variants.items():
         try:
             out = call()
@@ -194,7 +190,7 @@ def attention(T: int, N: int, S: int, heads: int, kv_heads: int, dim: int) -> No
         back = timed(lambda: torch.autograd.grad(out, inputs, d, retain_graph=True))  # noqa: B023
         both = timed(lambda: torch.autograd.grad(call(), inputs, d))  # noqa: B023
         print(
-            f"attention, {name:<12} forward {forward:.3f} ms {tflop / forward * 1e3:4.0f} TFLOP/s, backward {back:.3f} ms "
+            f"attention, {name:<4} forward {forward:.3f} ms {tflop / forward * 1e3:4.0f} TFLOP/s, backward {back:.3f} ms "
             f"{2.5 * tflop / back * 1e3:4.0f} TFLOP/s, both {both:.3f} ms; out, dq, dkc, dvc, dkb, dvb off by {wrong}",
             flush=True,
         )

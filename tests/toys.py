@@ -432,8 +432,9 @@ def mean(report, name: str) -> float:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = 120) -> list[Any]:
-    """What `function(*args)` returns on each rank of a gloo group. It must be importable. Forked from a process that has torch imported already."""
-    context = multiprocessing.get_context("forkserver")
+    """What `function(*args)` returns on each rank of a group. It must be importable. Without CUDA, which does not survive a fork, ranks are forked
+    from a process that has torch imported already."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["toys"])
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:

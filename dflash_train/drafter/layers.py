@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dflash_train.drafter.mask import BlockMask, SlotMask
 from dflash_train.drafter.spec import DrafterSpec
-from dflash_train.kernels.attention import Spans, block_attention, is_hopper
+from dflash_train.kernels.attention import Spans, block_attention
 from dflash_train.kernels.varlen import varlen
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -100,27 +100,7 @@ def flex_attention(q, context_kv, block_kv, mask) -> torch.Tensor:
     run = flex if torch.compiler.is_compiling() else compiled(flex)
     k = torch.cat([context_kv[0], block_kv[0]], 2)
     v = torch.cat([context_kv[1], block_kv[1]], 2)
-    return run(
-        q,
-        k,
-        v,
-        block_mask=mask,
-        enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=_tiles(q.device, q.dtype, q.shape[-1]),
-    )
-
-
-# The best of those that were tried on an H200 in 16 bits, heads of 128 (docs/measurements/speed.md).
-HOPPER_TILES = {
-    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "fwd_USE_TMA": True,
-    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4, "bwd_num_stages": 3,
-}  # fmt: skip
-
-
-def _tiles(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, int | bool] | None:
-    """Flex attention's options where its own choice is not the best."""
-    measured = dtype.itemsize == 2 and head_dim == 128
-    return HOPPER_TILES if measured and is_hopper(device) else None
+    return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def span_attention(q, context_kv, block_kv, mask: Spans) -> torch.Tensor:

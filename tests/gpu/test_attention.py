@@ -93,7 +93,7 @@ SMALL = [  # B, T, N, S, heads, key heads, head dim
         6,
         2,
         64,
-    ),  # blocks and groups that are no powers of two; a number of queries that the copy engine cannot step by
+    ),  # blocks and groups that are no powers of two; a number of queries the copy engine cannot step by
     (1, 150, 9, 16, 2, 2, 128),  # no groups
     (1, 200, 10, 16, 4, 2, 64),  # a group of 2
     (2, 140, 5, 16, 8, 1, 64),  # a group of 8, of which a program takes 4

@@ -91,7 +91,7 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, window: int | None, head
 # The dense one in bfloat16 is up to 6e-2 from itself in float32: a near tie changes which candidates the selector sees.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 8e-2)])
 @pytest.mark.parametrize("kernel", [name for name in MASKS if name != "dense"])
-@pytest.mark.parametrize("head_dim", [64, 128])  # heads of 128 have tiles of their own on Hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_block_sparse_kernel_and_compiled_layers_equal_the_dense_ones(kernel, dtype, tolerance, window, head_dim):
     if "own" in kernel and (refused := why_not(torch.device("cuda", 0), dtype, head_dim, 8)):
         pytest.skip(refused)
