@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dflash_train import ranks
+import torch
+
 from dflash_train.config.schema import Recipe
 from dflash_train.config.values import trusted
 from dflash_train.generation.base import Answer, Request
@@ -46,7 +47,8 @@ class VllmBackend:
                 "'vllm>=0.33', or run it elsewhere as a server (scripts/serve_target.py) and set regenerate.backend=openai"
             ) from None
         self.vllm, self.final_only = vllm, RequestOutputKind.FINAL_ONLY
-        device = ranks.device()
+        # By its kind alone: a GPU that this process has begun to use is one that vLLM cannot fork to.
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         arguments = {
             "dtype": str(resolve_dtype(recipe.target.precision, device)).removeprefix("torch."),
             "max_model_len": config.max_length,
