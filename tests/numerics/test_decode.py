@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from dflash_train.drafter.spec import FULL, SLIDING
 from dflash_train.evaluate import decode_report, passed, report_text
 from dflash_train.generation.single import GREEDY, _propose, plain_decode, speculative_decode
 from dflash_train.objective.loss import transform_logits
+from dflash_train.target.hf import HFTarget
 from dflash_train.types import Prompt
 from dflash_train.walk import accepted_at_anchors, teacher_forced, walk_rounds
 
@@ -223,6 +225,7 @@ def test_teacher_forced_tables_pool_rounds_over_domains(overfitted):
     tables = teacher_forced(overfitted.step, examples)
     walks = [walk_of(overfitted.step, r["prompt_ids"], r["response_ids"], "length") for r in overfitted.rows]
     assert tables["walk_tau"]["all"]["rounds"] == sum(map(len, walks))
+    assert tables["recall"]["1"] > 0.99  # it knows its rows by heart
     assert tables["walk_tau"]["all"]["tokens"] == sum(map(sum, walks)) == 4 * 27
     assert tables["accept_len"]["all"]["rounds"] == 4 * 27  # one block per legal anchor
     assert tables["walk_tau"]["a"]["tokens"] + tables["walk_tau"]["b"]["tokens"] == 4 * 27
@@ -235,6 +238,29 @@ def test_walk_rounds_count_the_bonus_token_and_end_with_the_text():
     two = np.concatenate([np.arange(3, 5), np.arange(10, 12)])
     assert walk_rounds(two, np.array([7, 7, 0, 0])) == [2, 1, 1]
     assert walk_rounds(anchors[:0], accepted[:0]) == []
+
+
+def test_a_target_that_repeats_a_token_for_ever_shows_as_repetition_beside_its_tau():
+    """All its embeddings lean the way in which the head sees one token, so a drafter learns to copy it at once."""
+    model = copy.deepcopy(toys.toy_model())
+    lean = torch.nn.functional.normalize(torch.randn(toys.HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0)
+    model.model.norm.weight.fill_(1.0)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight += 5 * lean
+    model.lm_head.weight[33] = 20 * lean
+    rows = toys.greedy_rows(model, toys.prompts(4), 20)
+    assert all(row["response_ids"] == [33] * 20 for row in rows)
+    step = toys.toy_step(HFTarget(model, toys.toy_info(), (1, 3)), block_size=4)
+    initialise(step.drafter, 0)
+    toys.train_steps(step, toys.stream_of([toys.example_of(r, r["id"]) for r in rows], block_size=4), 20, lr=1e-2)
+    asked = [Prompt(id=str(i), domain="a", token_ids=p) for i, p in enumerate(toys.prompts(3, seed=5))]
+    report = decode_report(step, asked, EvaluateConfig(max_new_tokens=22), set())
+    assert passed(report) and report["tau_all"]["value"] > 3
+    assert (report["repetition"]["share"], report["repetition"]["looping"]) == (1.0, 3)
+    text = report_text(report)
+    assert "repetition: 100.0% of the answer tokens" in text and "3 of 3 outputs loop; tau without them -" in text
 
 
 def test_an_answer_that_repeats_for_ever_is_all_repetition():

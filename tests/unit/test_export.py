@@ -316,7 +316,7 @@ def test_card():
         "- Memory: 12.5 MiB of weights in 16 bits, and 1024 bytes of cache per token of context.",
         "- 2 outputs mostly repeat themselves; tau without them 2.20 (44/20).",
         "- Train-to-serve check passed: z-lab's dflash 0.1.0 decoded 6 held-out prompts from this folder, tau 4.22 (287/68), 4.22 expected",
-        "would load a plain Qwen3 and drop the draft tensors", "shared from the target",
+        "would load a plain Qwen3 and drop the draft tensors", "shared from the target", "(0-based, outputs)",
     ):  # fmt: skip
         assert line in text, line
     assert "Not measured yet." in model_card(SPEC, CARD)

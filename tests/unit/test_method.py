@@ -7,6 +7,7 @@ import torch
 import toys
 
 from dflash_train.config.schema import Denominator, ObjectiveConfig
+from dflash_train.metrics import MetricWindow
 
 
 def one_batch(seed: int = 0):
@@ -88,6 +89,37 @@ def test_accept_len_leaves_out_blocks_without_a_supervised_slot():
     a, b = (step(x, features, toys.weight_of(batch)) for x in (batch, with_dead))
     torch.testing.assert_close(a.sums["accept_len"], b.sums["accept_len"])
     assert b.sums["accept_len"][1] == 2
+
+
+HITS = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0], [1, 2, 3]]])
+def test_accept_len_is_pooled_over_blocks_whatever_their_weights_and_follows_the_selector(split):
+    """Drafted (5 + 0 + 2 + 1) / 4 and the bonus token are 3.0; pooled marginals would give 2.80, the mean of micro-batches 2.92."""
+    step = toys.toy_step(block_size=6)
+    with torch.no_grad():
+        step.drafter.candidate_selector.successor_codebook.zero_()
+    example = toys.document(60, slice(4, None))
+
+    def logged(*, weightless_from: int = 6) -> tuple[float, float]:
+        window = MetricWindow()
+        for part in split:
+            batch = toys.batch_of([[example]], [[(6, 16, 26, 36)[i] for i in part]], block_size=6)
+            features = step.target.read(batch)
+            best = (toys.slot_hidden(step, batch, features) @ step.target.head_VH.T).argmax(-1)[0, :, 1:]
+            batch.blocks.labels_BNS[0, :, 1:] = torch.where(HITS[part], best, (best + 1) % toys.VOCAB)
+            batch.blocks.weights_BNS[..., weightless_from:] = 0
+            window.add(step(batch, features, toys.weight_of(batch)).sums)
+        window.end_step(torch.tensor(True))
+        means = window.report()
+        return means["accept_len"], means["base_accept_len"]
+
+    assert logged() == logged(weightless_from=3) == (3.0, 3.0)
+    second = lambda hidden, unary_MC, candidates, before: torch.eye(unary_MC.shape[1])[1].expand_as(unary_MC)
+    step.drafter.candidate_selector.forward = second
+    path, base = logged()
+    assert path < 3.0 and base == 3.0
 
 
 def test_slot_metrics_add_up_to_the_accuracy():
