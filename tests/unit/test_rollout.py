@@ -688,6 +688,18 @@ def test_labels_are_read_before_anything_is_measured(drafter, target_dir, tmp_pa
     assert done.code == 2 and "--label no label" in done.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--least", "nan"), ("--near-tie", "-1"), ("--max-new-tokens", "0"), ("--temperature", "nan"), ("--traffic", "nope"),
+     ("--traffic", "/none.jsonl")],
+)  # fmt: skip
+def test_mistakes_in_later_steps_are_said_before_the_first(words, drafter, target_dir, tmp_path):
+    with served("x", usage=None) as plain, served("x") as fast:
+        done = between(plain, fast, drafter, target_dir, tmp_path / "out", *words)
+        assert not plain.posts and not fast.posts
+    assert done.code == 2 and words[1] in done.err and not done.out
+
+
 def test_keys_of_a_launch_line_are_not_recorded():
     line = "vllm serve T --api-key hunter2secret --hf-token=abc --max-num-batched-tokens 8192 --admin-api-key 'x y'"
     kept = scrubbed(line)
