@@ -24,7 +24,7 @@ from dflash_train import disk
 from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
-from dflash_train.config.values import server_root, whole_numbers
+from dflash_train.config.values import fits, server_root, whole_numbers
 from dflash_train.folder import read_json
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, why_no_slots
@@ -65,6 +65,10 @@ class Acceptance:
                 f"{self.source}: acceptance rises along the block ({', '.join(f'{a:.3f}' for a in self.slots)}); give shares of all rounds "
                 "(marginal), not of the rounds that reached the slot (conditional)"
             )
+        odd = {size: tau for size, tau in self.shorter.items() if not 1 <= tau <= size}
+        if odd:
+            size, tau = next(iter(odd.items()))
+            raise ValueError(f"{self.source}: {tau:g} tokens per round with a block of {size}: must be in [1, {size}]")
 
     @property
     def block_size(self) -> int:
@@ -125,7 +129,7 @@ def of_evaluation(report: dict[str, Any], source: str) -> Acceptance:
         slots = tuple(map(float, marginal))
         shorter = {int(k): float(cell["value"]) for k, cell in decoded.get("block_sizes", {}).items() if cell["value"]}
         cycle = (decoded.get("cost") or {}).get("cycle_ms") if decoded.get("decoded_together", 1) == 1 else None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{source}: not as evaluation writes it ({error!r}); measure again with python -m dflash_train.evaluate"
         ) from None
@@ -148,7 +152,10 @@ def read_acceptance(source: str, block_size: int | None = None) -> Acceptance:
         path /= "evaluation.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give evaluation.json, a saved /metrics, or the address of a server")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: is no text ({error}); give evaluation.json or a saved /metrics") from None
     if not text.lstrip().startswith("{"):
         return of_metrics(text, source, drafted)
     report = read_json(path)
@@ -203,6 +210,8 @@ class Costs:
                 found[name] = {int(n): points(by_rows) for n, by_rows in found[name].items()}
             found["overhead_ms"] = points(found.get("overhead_ms") or {"1": 0.0})
             costs = cls(**found)
+            if not all(fits(getattr(costs, name), int) for name in ("block_size", "layers")):
+                raise TypeError(f"block_size {costs.block_size!r}, layers {costs.layers!r}")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"--costs {path}: not as --write-costs writes it ({error!r}); measure again") from None
         return costs.checked(path)
@@ -220,6 +229,8 @@ class Costs:
                 raise ValueError(
                     f"--times {text}: must be CONCURRENCY:PLAIN:VERIFY:DRAFT in milliseconds, as in 8:9.1:11.5:2.0"
                 ) from None
+            if n in target:
+                raise ValueError(f"--times {text}: the times at {n} are given already; give one of them")
             target[n], draft[n] = {1: plain, block_size: verify}, {block_size: drafting}
         costs = cls(
             device="not said", how="--times", block_size=block_size, layers=layers, target_ms=target, draft_ms=draft
@@ -590,6 +601,13 @@ def _others(listed: Sequence[str]) -> dict[int, Acceptance]:
     return found
 
 
+def _same_drafter(acceptance: Acceptance, block_size: int, of: str) -> None:
+    if acceptance.block_size > block_size:
+        raise ValueError(
+            f"{acceptance.source}: has {len(acceptance.slots)} slots, {of} says {block_size - 1}: figures of another drafter"
+        )
+
+
 def arguments() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m dflash_train.advise", description=__doc__.split("\n\n")[0])
     made.add_argument(
@@ -643,22 +661,25 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     concurrency = whole_numbers(args.concurrency)
+    if args.block_size is not None and args.block_size < 2:
+        raise ValueError(f"--block-size {args.block_size}: must be at least 2, the anchor and one drafted token")
+    if not args.least > 0:
+        raise ValueError(f"--least {args.least}: must be a speed-up above 0")
     acceptance = read_acceptance(args.acceptance, args.block_size)
     if args.measure:
         run = open_source(args.measure, args.config, [])
-        K = run.step.drafter.spec.block_size
-        if acceptance.block_size > K:
+        K, positions = run.step.drafter.spec.block_size, run.step.target.info.max_position_embeddings
+        _same_drafter(acceptance, K, args.measure)
+        if not 1 <= args.context < positions:
             raise ValueError(
-                f"{args.acceptance}: has {len(acceptance.slots)} slots, {args.measure} drafts {K - 1}: figures of another drafter"
+                f"--context {args.context}: must be in [1, {positions - 1}]; the target has {positions} positions"
             )
-        if args.context < 1:
-            raise ValueError(f"--context {args.context}: must be at least 1 token")
-        rows = range(2, K + 1)
-        costs = measure(run.step, concurrency, rows, args.context)
+        costs = measure(run.step, concurrency, range(2, K + 1), args.context)
     elif args.costs:
         costs = Costs.read(args.costs)
     else:
         costs = Costs.of_times(args.times, args.block_size or acceptance.block_size, args.layers)
+    _same_drafter(acceptance, costs.block_size, args.costs or "--block-size")
     if args.write_costs:
         disk.replace(Path(args.write_costs), [json.dumps(costs.as_dict(), indent=1).encode()])
     print(table(acceptance, costs, concurrency, args.least))

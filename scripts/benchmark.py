@@ -20,6 +20,7 @@ from pathlib import Path
 from dflash_train.benchmark import figures, output, workloads
 from dflash_train.benchmark.run import Arm, Settings, measure, parse_arm
 from dflash_train.benchmark.stream import PRESETS, Sampling
+from dflash_train.config.load import run_command
 from dflash_train.config.values import whole_numbers
 
 DEFAULT_URL = "http://127.0.0.1:30000"  # dflash 0.1.0's
@@ -132,7 +133,8 @@ def _writable(option: str, path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{option} {path}: its folder cannot be made ({error})") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    exists = path.exists()
+    if exists and not path.is_file() or not os.access(path if exists else path.parent, os.W_OK):
         raise ValueError(f"{option} {path}: cannot be written there; name a file in a folder that is yours")
 
 
@@ -176,11 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(output.table(report), flush=True)  # first: a disk may be full by now
     if arguments.output:
         output.write(report, arguments.output)
     if arguments.markdown:
         arguments.markdown.write_text(output.markdown(report), encoding="utf-8")
-    print(output.table(report))
     failed = figures.failures(report, arguments.max_failed)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
@@ -191,4 +193,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

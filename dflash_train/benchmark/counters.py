@@ -14,10 +14,10 @@ Read in the sources of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11549; TensorRT
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -26,9 +26,11 @@ PLACES = ("/metrics", "/prometheus/metrics")
 SETTLE_SECONDS, SETTLE_TRIES = 0.1, 20
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?\s*$")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+POSITION = re.compile(r"[0-9]{1,6}")
 SPEC = re.compile(r"^(.+[:_])spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)$")
 # Tokens that an engine wrote for anybody, to see whether somebody else was served meanwhile.
 GENERATED = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
+EXACT = 2**53  # counts from here on are nonsense, and beyond what a float can hold the figures could not be computed
 WENT_BACK = "its counters went back, so it was started anew meanwhile"
 GAUGE = "sglang:spec_accept_length"
 
@@ -38,7 +40,7 @@ class Acceptance:
     """Counts of verifications. rounds: passes of the target that verified a draft; accepted: drafted tokens that stayed; drafted: those
     proposed, None where not told; per_position: how often the draft at each position, 0-based, was accepted, None likewise.
 
-    source: where the counts were found. derived: one of rounds and accepted was not told but follows from the tokens: each round yields its
+    Raises ValueError for counts that cannot be. source: where the counts were found. derived: one of rounds and accepted was not told but follows from the tokens: each round yields its
     accepted drafts and one token of the target's own, and the first token of an answer needs no round.
     """
 
@@ -48,6 +50,13 @@ class Acceptance:
     per_position: list[int] | None = None
     source: str
     derived: bool = False
+
+    def __post_init__(self) -> None:
+        counts = [self.rounds, self.accepted, self.drafted or 0, *(self.per_position or [])]
+        if not all(0 <= count < EXACT for count in counts):
+            raise ValueError(f"counts of {self.source} are negative, or beyond all bounds")
+        if self.drafted is not None and self.drafted < self.accepted:
+            raise ValueError(f"{self.source}: {self.accepted} drafted tokens accepted of {self.drafted}")
 
     @property
     def accept_len(self) -> float | None:
@@ -91,7 +100,7 @@ def of_response(
     """What the objects of one response say, the last one first, with the accept length as the engine itself puts it (None where it does
     not); None where they say nothing. tokens: of the answer."""
     details = usage.get("completion_tokens_details")
-    kept, lost = (_count(details, f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
+    kept, lost = (count_in(details, f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
     for event in reversed(events):
         found = _inside(event, "metrics", "speculative_decoding")
         if found:
@@ -104,8 +113,8 @@ def of_response(
             )
             return told, _number(found.get("mean_acceptance_length"))
         found = _inside(event, "sglext", "spec_tokens_details") or _inside(event, "meta_info")
-        if rounds := _count(found, "spec_verify_ct"):
-            accepted, drafted = _count(found, "spec_num_correct_drafts"), _count(found, "spec_num_proposed_drafts")
+        if rounds := count_in(found, "spec_verify_ct"):
+            accepted, drafted = count_in(found, "spec_num_correct_drafts"), count_in(found, "spec_num_proposed_drafts")
             if accepted is None and kept is not None:
                 accepted, drafted = kept, None if lost is None else kept + lost
             told = Acceptance(
@@ -118,8 +127,8 @@ def of_response(
             )
             return told, _number(found.get("spec_accept_length"))
         found = _inside(event, "timings")
-        if drafted := _count(found, "draft_n"):
-            accepted = _count(found, "draft_n_accepted") or 0
+        if drafted := count_in(found, "draft_n"):
+            accepted = count_in(found, "draft_n_accepted") or 0
             return _from_tokens(tokens, accepted, drafted, "timings of the responses"), None
     if kept is not None and kept + (lost or 0):
         return _from_tokens(tokens, kept, None if lost is None else kept + lost, "usage of the responses"), None
@@ -139,20 +148,26 @@ def _inside(event: Any, *names: str) -> dict[str, Any]:
     return event if isinstance(event, dict) else {}
 
 
-def _count(found: Any, name: str) -> int | None:
-    value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def whole_number(value: Any) -> int | None:
+    """A count as a server gives it, None for what is none."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < EXACT
+    return value if fits else None
+
+
+def count_in(found: Any, name: str) -> int | None:
+    """The count of that name in an object of a response, None where there is none."""
+    return whole_number(found.get(name)) if isinstance(found, dict) else None
 
 
 def _at_least(histogram: Any) -> list[int] | None:
     """Rounds by number of accepted drafts (from 0) -> how often the draft at each position was accepted."""
     if not isinstance(histogram, list) or not histogram:
         return None
-    return [sum(int(n) for n in histogram[position:]) for position in range(1, len(histogram))]
+    return list(accumulate(map(int, reversed(histogram[1:]))))[::-1]
 
 
 def _number(value: Any) -> float | None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < EXACT
     return float(value) if fits else None
 
 
@@ -190,12 +205,12 @@ def parse(text: str, place: str = "") -> Counts:
             value = float(found[3])
         except ValueError:
             continue
-        if not math.isfinite(value):
-            continue  # an average of nothing yet
+        if not abs(value) < EXACT:
+            continue  # NaN is an average of nothing yet
         spec = SPEC.match(name)
         if spec and spec[2] == "accepted_tokens_per_pos":
             labels = dict(LABEL.findall(found[2] or ""))
-            if labels.get("position", "").isdigit():
+            if POSITION.fullmatch(labels.get("position", "")):
                 position = int(labels["position"])
                 per_position[position] = per_position.get(position, 0.0) + value
         elif spec or name in GENERATED or name.startswith("sglang:"):

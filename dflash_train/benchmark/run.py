@@ -80,6 +80,8 @@ class Settings:
             )
         if self.parts < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf or (self.warm_up or 0) < 0:
             raise ValueError("--parts counts from 1, --retries and --warmup from 0, and --timeout-s is above 0")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: must be at least 0")
         s = self.sampling
         if s.max_new_tokens < 1 or not 0 <= s.temperature < math.inf or not 0 < s.top_p <= 1 or s.top_k < 0:
             raise ValueError(

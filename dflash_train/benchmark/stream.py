@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from dflash_train.benchmark.counters import Acceptance, of_response
+from dflash_train.benchmark.counters import Acceptance, of_response, whole_number
 from dflash_train.config.values import parse_json
 from dflash_train.generation.openai import named, pause_before, retry_after
 
@@ -220,11 +220,6 @@ async def _once(target: Target, sent: dict[str, Any], record: Record, began: flo
 def whole_characters(text: str) -> str:
     """Text whose halves of surrogate pairs came apart (in JSON they may) put together again; a half that is alone becomes U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def whole_number(value: Any) -> int | None:
-    """A count as a server gives it, None for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 class _Reader:

@@ -98,9 +98,19 @@ def names() -> list[str]:
     return [PACKAGED, *own_classes(), *HUB]
 
 
+def check(wanted: Sequence[str]) -> None:
+    """Raises ValueError for a name that `load` does not know. Nothing is read."""
+    for name in wanted:
+        if name not in names() and not name.endswith(".jsonl"):
+            raise ValueError(
+                f"--dataset {name}: no such workload{nearest(name, names())}; known: {', '.join(names())}, or a .jsonl file"
+            )
+
+
 def load(wanted: Sequence[str]) -> dict[str, list[Prompt]]:
     """{workload: its prompts, in the order of its source}. PACKAGED stands for all classes of the package; a path ending in .jsonl is a file
     (`read_file`) and named after it. Raises ValueError for an unknown name, or where the Hub cannot be read."""
+    check(wanted)
     own, found = own_classes(), {}
     for name in wanted:
         if name == PACKAGED:
@@ -109,12 +119,8 @@ def load(wanted: Sequence[str]) -> dict[str, list[Prompt]]:
             more = {name: own[name]}
         elif name in HUB:
             more = {name: _from_hub(name, HUB[name])}
-        elif name.endswith(".jsonl"):
-            more = {Path(name).stem: read_file(Path(name))}
         else:
-            raise ValueError(
-                f"--dataset {name}: no such workload{nearest(name, names())}; known: {', '.join(names())}, or a .jsonl file"
-            )
+            more = {Path(name).stem: read_file(Path(name))}
         if twice := [one for one in more if found.get(one, more[one]) is not more[one]]:
             raise ValueError(
                 f"--dataset {name}: there is a workload called {twice[0]} already; a file is called after its name"

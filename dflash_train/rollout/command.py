@@ -125,6 +125,10 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0 go, 1 no-go, 2 where something was asked wrongly or a server does not answer."""
     args = arguments().parse_args(argv)
+    if not args.least > 0:
+        raise ValueError(f"--least {args.least}: must be a speed-up above 0")
+    if args.near_tie is not None and not args.near_tie >= 0:
+        raise ValueError(f"--near-tie {args.near_tie}: must be a gap in nats, at least 0")
     concurrency, labels = tuple(whole_numbers(args.concurrency)), watch.read_labels(args.label)
     target = resolve(args.target, "target")
     record = Record(args.output)
@@ -165,6 +169,16 @@ def _steps(
 ) -> list[str]:
     """Do them in order; why it is no-go, empty if it is go. What costs a server's time is not begun after a refusal."""
     reasons: list[str] = []
+    # Mistakes in the last steps are said before the first one.
+    workloads.check(args.traffic)
+    settings = Settings(
+        sampling=Sampling(max_new_tokens=args.max_new_tokens, temperature=args.temperature),
+        concurrency=concurrency,
+        num_prompts=max(args.num_prompts, *concurrency),
+    )
+    traffic_key = {
+        t: workloads.digest(workloads.read_file(Path(t))) if t.endswith(".jsonl") else None for t in args.traffic
+    }
 
     def step(name: str, inputs: dict[str, Any], run: Any, *files: str) -> Outcome:
         missing = not all((args.output / file).is_file() for file in files)
@@ -209,14 +223,6 @@ def _steps(
                              rescore=None if args.rescore is None else local_rescore(resolve(args.rescore, "target"), precision)))  # fmt: skip
     if reasons:
         return reasons
-    settings = Settings(
-        sampling=Sampling(max_new_tokens=args.max_new_tokens, temperature=args.temperature),
-        concurrency=concurrency,
-        num_prompts=max(args.num_prompts, *concurrency),
-    )
-    traffic_key = {
-        t: workloads.digest(workloads.read_file(Path(t))) if t.endswith(".jsonl") else None for t in args.traffic
-    }
     outcome = step("benchmark", {**running, "settings": settings.as_dict(), "traffic": traffic_key, "least": args.least},
                    lambda: _benchmark(args, settings, plain, fast), BENCHMARK)  # fmt: skip
     rows = outcome.facts["rows"]

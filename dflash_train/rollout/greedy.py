@@ -155,7 +155,10 @@ def judge(
             repeated = said == mine
         if again.logprobs is None or said not in (mine, theirs):
             continue
-        found = fork(again.logprobs, said, theirs if said == mine else mine)
+        try:
+            found = fork(again.logprobs, said, theirs if said == mine else mine)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{server.shown}: its log-probabilities cannot be read ({error!r})") from None
         if found is not None:
             gaps.append(found.gap)
             forked = forked or (

@@ -170,18 +170,16 @@ def _said(data: dict[str, Any]) -> Said:
     timings = data.get("timings") if isinstance(data.get("timings"), dict) else {}  # llama.cpp
     usage = data.get("usage") or {}
     details = usage.get("completion_tokens_details") or {}
-    accepted, rejected = (details.get(f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
-    if accepted is None or rejected is None:
-        accepted, rejected = (
-            timings.get("draft_n_accepted"),
-            timings.get("draft_n", 0) - timings.get("draft_n_accepted", 0),
-        )
+    accepted, rejected = (counters.count_in(details, f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
+    drafted = None if accepted is None or rejected is None else accepted + rejected
+    if drafted is None:
+        accepted, drafted = (counters.count_in(timings, name) for name in ("draft_n_accepted", "draft_n"))
     listed = (choice.get("logprobs") or {}).get("content")
     return Said(
         parts="".join(parts.values()),
         finish_reason=str(choice.get("finish_reason")),
         tokens=int(usage.get("completion_tokens") or 0),
-        drafted=None if accepted is None else accepted + rejected,
+        drafted=None if accepted is None else drafted,
         accepted=accepted,
         logprobs=listed if isinstance(listed, list) and listed else None,
     )

@@ -52,8 +52,10 @@ class TextStream:
 
     def _held(self) -> int:
         """Length of the longest end of the text with which a stop text begins."""
-        longest = max((len(stop) for stop in self.stop), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self.stop):
-                return length
-        return 0
+        lengths = (
+            length
+            for stop in self.stop
+            for length in range(1, min(len(stop) - 1, len(self.text)) + 1)
+            if self.text.endswith(stop[:length])
+        )
+        return max(lengths, default=0)

@@ -133,6 +133,14 @@ def test_figures_that_cannot_be_are_refused():
         rows = [{"slot": i, "marginal": a} for i, a in enumerate(slots, 1)]
         with pytest.raises(ValueError, match="not as evaluation writes it"):
             of_evaluation({"decoded": {"slots": rows}}, "e")
+    for sizes, said in (
+        ({"2": {"value": 50}}, "50 tokens per round with a block of 2"),
+        ([1], "not as evaluation writes it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            of_evaluation({"decoded": {"slots": [{"slot": 1, "marginal": 0.9}], "block_sizes": sizes}}, "e")
+    with pytest.raises(ValueError, match="the times at 1 are given already"):
+        Costs.of_times(["1:10:12:2", "1:9:9:9"], 8, 1)
     ends = [{"slot": 2, "marginal": None}, {"slot": 1, "marginal": 0.9}]
     assert of_evaluation({"decoded": {"slots": ends}}, "e").slots == (0.9,)
     for times, layers in (("8:1:inf:1", 1), ("8:nan:2:1", 1), ("8:1:2:1", 0), ("8:1:2:1", -2)):
@@ -273,3 +281,16 @@ def test_the_command(tmp_path, capsys):
         main([str(file), *times, "--other", "deep"])
     with pytest.raises(ValueError, match="whole numbers"):
         main([str(file), *times[:4], "--concurrency", "0"])
+    for more, said in ((["--block-size", "0"], "must be at least 2"), (["--block-size", "2"], "figures of another drafter"),
+                       (["--least", "nan"], "must be a speed-up above 0")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            main([str(file), *times, *more])
+    whole = json.loads(kept.read_text())
+    for change, said in (({"layers": "1"}, "not as --write-costs"), ({"block_size": 4.5}, "not as --write-costs"),
+                         ({"block_size": 3}, "figures of another drafter")):  # fmt: skip
+        kept.write_text(json.dumps(whole | change))
+        with pytest.raises(ValueError, match=said):
+            main([str(file), "--costs", str(kept)])
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="slots.json: is no text"):
+        main([str(file), *times])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import time
@@ -630,12 +631,14 @@ def test_the_report_is_json_and_holds_everything(tmp_path):
         (["--concurrency", "1,8x"], "as in 1 8 32 or 1,8,32"),
         (["--concurrency", "64", "--num-prompts", "8"], "64 requests in flight"),
         (["--top-p", "0"], "top_p above 0"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
         (["--dataset", "nope"], "no such workload"),
         (["--temperature", "nan"], "temperature and top_k at least 0"),
         (["--timeout-s", "nan"], "--timeout-s is above 0"),
         (["--max-failed", "nan"], "must be a share"),
         (["--markdown", "/proc/none/r.md"], "--markdown /proc/none/r.md: its folder cannot be made"),
         (["--output", "/proc"], "--output /proc: cannot be written there"),
+        (["--output", "/dev/full"], "--output /dev/full: cannot be written there"),
         (["--compare", __file__.replace("unit/test_benchmark.py", "served.py")], "cannot be read"),
         (["--arm", "a=http://user:secret@127.0.0.1:9"], "does not answer"),
     ],
@@ -685,6 +688,10 @@ def piece(text: str, **more):
         {"metrics": {"speculative_decoding": {"num_spec_steps": "x"}}}, {"metrics": {"speculative_decoding": {"a": 1}}},
         {"metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "num_draft_tokens": None}}},
         {"meta_info": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, "x"]}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": -1, "num_accepted_draft_tokens": -4, "num_draft_tokens": 0}}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 50, "num_draft_tokens": 7}}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": 1, "num_accepted_draft_tokens": 10**400, "num_draft_tokens": 10**400}}},
+        {"meta_info": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 10**400]}},
     ],
     ids=str,
 )  # fmt: skip
@@ -692,7 +699,7 @@ def test_nonsense_in_a_stream_is_a_failure_of_that_request(chunk):
     assert read(piece("a"), chunk, {"usage": {"completion_tokens": 3}}).error
 
 
-@pytest.mark.parametrize("tokens", [-5, True, "7", 1.5, None, [1]])
+@pytest.mark.parametrize("tokens", [-5, True, "7", 1.5, None, [1], 10**300, 10**400])
 def test_usage_that_is_no_count_is_none(tokens):
     record = read(piece("a"), {"usage": {"completion_tokens": tokens, "prompt_tokens": tokens}})
     assert "wrong usage in the stream" in record.error and record.tokens == 0 and record.prompt_tokens is None
@@ -733,6 +740,9 @@ def test_counters_that_are_no_numbers_go_back_or_have_gaps():
         counters.generated(
             counters.parse("vllm:generation_tokens_total 9\n"), counters.parse("vllm:generation_tokens_total 5\n")
         )
+    endless = counters.parse('vllm:spec_decode_num_drafts{e="0"} 1e308\nvllm:spec_decode_num_drafts{e="1"} 1e308\n')
+    strange = counters.parse('vllm:spec_decode_num_accepted_tokens_per_pos{position="²"} 1\n')
+    assert not endless.values and not strange.per_position
     text = "vllm:spec_decode_num_drafts 4\nvllm:spec_decode_num_accepted_tokens 3\n"
     at = lambda i, n: f'vllm:spec_decode_num_accepted_tokens_per_pos{{position="{i}"}} {n}\n'
     gap = counters.between(zero, counters.parse(text + at(0, 2) + at(2, 1)), tokens=9, answers=1)
@@ -750,6 +760,20 @@ def test_two_files_of_one_name_are_not_one_workload(tmp_path):
     with pytest.raises(ValueError, match="called mine already"):
         workloads.load([str(file) for file in files])
     assert len(workloads.load(["packaged", "packaged"])) == len(workloads.own_classes())
+
+
+def test_the_table_is_shown_though_the_report_cannot_be_kept(tmp_path, capsys, monkeypatch):
+    """Hours of measuring are not lost to a disk that became full meanwhile."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(output, "write", full)
+    with pretending(Pretender()) as server, pytest.raises(OSError, match="no room"):
+        toys.script("benchmark", "scripts").main(
+            ["--arm", f"a={server.url}", "--dataset", "code", "--num-prompts", "2", "--no-progress", "--output", str(tmp_path / "r.json")]
+        )  # fmt: skip
+    assert "2/2" in capsys.readouterr().out
 
 
 def test_a_damaged_report_is_named(tmp_path, capsys):

@@ -262,6 +262,25 @@ def test_a_near_tie_passes_and_a_difference_does_not():
     ).ok
 
 
+@pytest.mark.parametrize("entry", [5, {"token": "The", "bytes": [999]}, token("The", -0.1, (" cat", "x"))])
+def test_log_probabilities_that_are_none_are_named(entry):
+    odd = [entry, {"token": " dog", "top_logprobs": [{"token": " cat"}]}]
+    with pytest.raises(ValueError, match="its log-probabilities cannot be read"):
+        greedy(served("The dog", odd, usage=None), served("The cat", knows=False))
+
+
+@pytest.mark.parametrize("value", ["7", -1, 1.5, True, [1]])
+def test_counts_of_drafts_that_are_none_are_not_counted(value):
+    """Texts of them were joined, and added to a number later."""
+    for details in ({"usage": {"completion_tokens_details": {"accepted_prediction_tokens": value, "rejected_prediction_tokens": value}}},
+                    {"timings": {"draft_n": value, "draft_n_accepted": value}}):  # fmt: skip
+        reply = {"choices": [{"message": {"content": "x"}}], **details}
+        with StubServer(lambda body, number, reply=reply: (200, reply)) as odd:
+            server = Server.open(odd.url)
+            assert server.greedy(PROMPT["messages"], 8).drafted is None
+            server.close()
+
+
 def test_one_server_that_tells_is_enough():
     found = greedy(served("The cat sat", A, usage=None), served("The dog ran", knows=False))
     assert found.ok and found.facts["near_tie"] == 1
@@ -667,6 +686,18 @@ def test_labels_are_read_before_anything_is_measured(drafter, target_dir, tmp_pa
     done = command(drafter, "--target", target_dir, "--plain", "http://127.0.0.1:9/v1", "--speculative", "http://127.0.0.1:9/v1",
                    "--output", tmp_path, "--label", "no label")  # fmt: skip
     assert done.code == 2 and "--label no label" in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--least", "nan"), ("--near-tie", "-1"), ("--max-new-tokens", "0"), ("--temperature", "nan"), ("--traffic", "nope"),
+     ("--traffic", "/none.jsonl")],
+)  # fmt: skip
+def test_mistakes_in_later_steps_are_said_before_the_first(words, drafter, target_dir, tmp_path):
+    with served("x", usage=None) as plain, served("x") as fast:
+        done = between(plain, fast, drafter, target_dir, tmp_path / "out", *words)
+        assert not plain.posts and not fast.posts
+    assert done.code == 2 and words[1] in done.err and not done.out
 
 
 def test_keys_of_a_launch_line_are_not_recorded():

@@ -85,6 +85,7 @@ def test_a_request_with_everything_that_there_is():
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "they are one thing"),
         ({"stop": [""]}, "stop", "none of them empty"),
+        ({"stop": ["ab"] * 3000}, "stop", "of together at most 4096 characters"),
         ({"stream": 1}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only for stream = true"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "include_usage alone"),
@@ -119,6 +120,18 @@ def test_what_a_completion_may_not_ask(prompt):
 def test_bodies_that_are_no_objects(body: bytes):
     with pytest.raises(ApiError, match="the body is"):
         parse(body, chat=True)
+
+
+@pytest.mark.parametrize("name", ["stop", "stream_options", "model"])
+def test_a_field_that_could_just_be_read_is_refused_however_deep_it_is(name: str):
+    """What is nested so deeply that it can be read, but not be quoted from a few calls further down, is no fault of the server."""
+    for depth in range(900, 1000):
+        body = b'{"messages": [{"role": "user", "content": "x"}], "%s": %s}' % (
+            name.encode(),
+            b"[" * depth + b"]" * depth,
+        )
+        with pytest.raises(ApiError):
+            parse(body, chat=True)
 
 
 # --- text as it comes -----------------------------------------------------------------------------------------------
