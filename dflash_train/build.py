@@ -408,7 +408,9 @@ def open_drafter(
     """
     folder, own = locate(source)
     if config is None and own is None and not any(text.startswith("target.path=") for text in overrides):
-        raise ValueError(f"{source}: no recipe beside it; name one with -c, or the target")
+        raise ValueError(
+            f"{source}: no recipe beside it; name one with -c (a run's folder will do), or its target where the command takes one"
+        )
     recipe = load_recipe(config or own, overrides)
     if (folder / "state.json").exists():
         saved = read_state(folder)
