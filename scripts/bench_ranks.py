@@ -324,6 +324,13 @@ def parity(bench: Bench) -> None:
         "data.heldout=[]", "data.limit=400", "track.progress=false", "engine.timeout_minutes=5",
     ]  # fmt: skip
     n, one, other = bench.ranks, bench.gpus[0], bench.gpus[-1]
+
+    def told(format: str, a: str, b: str, what: str) -> None:
+        compared = compare(bench.out / f"{format}.{a}", bench.out / f"{format}.{b}")
+        first, any_step = TOLERANCE[format]
+        ok = compared["same_rows"] and compared["first_loss"] <= first and compared["losses"] <= any_step
+        bench.keep(what=what, format=format, steps=STEPS, **compared, tolerance=any_step, ok=ok)
+
     # A single process beside ranks is slow, which does not matter here; two jobs of ranks would wait for each other's kernels.
     bench.wait(
         bench.train("fp32.ranks", *few, *FP32, ranks=n),
@@ -331,23 +338,17 @@ def parity(bench: Bench) -> None:
         bench.train("bf16.one", *few, "engine.precision=bfloat16", gpu=other),
         bench.train("bf16.again", *few, "engine.precision=bfloat16", gpu=other),
     )
+    told("fp32", "one", "ranks", f"{n} ranks against one")
+    told("bf16", "one", "again", "one against itself")
     shortened(bench.out / "fp32.ranks", bench.out / "fp32.then_one", EVERY)
     bench.wait(
         bench.train("bf16.ranks", *few, "engine.precision=bfloat16", ranks=n),
         bench.train("fp32.then_one", *few, *FP32, "train.resume=true", gpu=one),
     )
+    told("bf16", "one", "ranks", f"{n} ranks against one")
     shortened(bench.out / "fp32.then_one", bench.out / "fp32.then_ranks", 2 * EVERY)
     bench.wait(bench.train("fp32.then_ranks", *few, *FP32, "train.resume=true", ranks=n))
-    for format, a, b, what in (
-        ("fp32", "one", "ranks", f"{n} ranks against one"),
-        ("bf16", "one", "ranks", f"{n} ranks against one"),
-        ("bf16", "one", "again", "one against itself"),
-        ("fp32", "ranks", "then_ranks", f"{n} -> 1 -> {n} ranks against {n} undisturbed"),
-    ):
-        compared = compare(bench.out / f"{format}.{a}", bench.out / f"{format}.{b}")
-        first, any_step = TOLERANCE[format]
-        ok = compared["same_rows"] and compared["first_loss"] <= first and compared["losses"] <= any_step
-        bench.keep(what=what, format=format, steps=STEPS, **compared, tolerance=any_step, ok=ok)
+    told("fp32", "ranks", "then_ranks", f"{n} -> 1 -> {n} ranks against {n} undisturbed")
 
 
 def shortened(run: Path, copy: Path, step: int) -> None:

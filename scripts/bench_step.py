@@ -128,7 +128,7 @@ def build(args: argparse.Namespace, recipe: Recipe, device: torch.device) -> Run
     return Run(
         recipe=recipe, folder=Path("."), outline=o, stream=stream, heldout=[], prompts=[], module=module, engine=engine, device=device,
         total_steps=total, state=TrainState(step=0, identity={}), tracker=None, writer=None, window=MetricWindow(), counts=Counts(), clock=clock,
-        feed=Feed(stream, target, device, clock, end=total, read_ahead=recipe.engine.read_ahead),
+        feed=Feed(stream, module.target, device, clock, end=total, read_ahead=recipe.engine.read_ahead),
     )  # fmt: skip
 
 
