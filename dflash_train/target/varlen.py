@@ -6,10 +6,12 @@ them); then every query sees its own sequence only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -106,7 +108,22 @@ AttentionInterface.register("varlen", varlen_attention)
 AttentionMaskInterface.register("varlen", sdpa_mask)
 
 
-TOLERANCE = 0.05  # 16-bit rounding through two orders of summation, as a relative difference of hidden states
+# Relative differences that rounding may make: always, and at most; between them, so many times what it makes by another kernel of torch.
+TOLERANCE, MOST, TIMES = 0.05, 0.2, 4
+
+
+def reference(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """What a target's `run` gives (rows, width) by torch's sdpa, and the `difference` that other kernels may make. In 16 bits it grows with the
+    layers: two of torch's own show how much."""
+    wanted = run()
+    with sdpa_kernel(SDPBackend.MATH):
+        rounding = difference(run(), wanted)
+    return wanted, max(TOLERANCE, min(TIMES * rounding, MOST))
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest ||a - b|| / ||b|| of rows."""
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
 @torch.no_grad()
@@ -125,7 +142,11 @@ def enable_varlen(model: nn.Module) -> str | None:
     sequences = [torch.randint(config.vocab_size, (length,), generator=random).to(device) for length in lengths]
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     backbone = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-    alone = torch.cat([backbone(input_ids=ids[None], use_cache=False)[0][0].float() for ids in sequences])
+
+    def alone() -> torch.Tensor:
+        return torch.cat([backbone(input_ids=ids[None], use_cache=False)[0][0].float() for ids in sequences])
+
+    wanted, allowed = reference(alone)
     model.set_attn_implementation("varlen")
     try:
         packed = backbone(
@@ -138,8 +159,8 @@ def enable_varlen(model: nn.Module) -> str | None:
             max_length_q=max(lengths),
             max_length_k=max(lengths),
         )[0][0].float()
-        difference = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
-        why_not = None if difference < TOLERANCE else f"it gives hidden states that differ by {difference:.1e}"
+        off = difference(packed, wanted)
+        why_not = None if off < allowed else f"it gives hidden states that differ by {off:.1e}, more than {allowed:.1e}"
     except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         why_not = f"this target does not run with it ({type(error).__name__}: {str(error).splitlines()[0]})"
     if why_not is not None:

@@ -76,7 +76,7 @@ def test_the_sampling_kernel_follows_the_distribution():
 def test_slots_say_what_the_plain_forward_says(name: str, more: dict):
     model = make_model(name, **more)
     assert enable_varlen(model) is None
-    assert difference_from_plain(model, 1000) < 0.02
+    assert difference_from_plain(model, 1000)[0] < 0.02
     source = random.Random(0)
     requests = [
         Request(messages=[], prompt_ids=[source.randrange(1000) for _ in range(source.randrange(1, 60))], max_new_tokens=source.randrange(1, 50), seed=i)
