@@ -50,7 +50,6 @@ def spans(first_BQ: torch.Tensor, last_BQ: torch.Tensor, seen_BQ: torch.Tensor, 
     return Spans(first_BQ, last_BQ, seen_BQ, torch.stack([low, left, right, high], -1).int(), size)
 
 
-@torch.compiler.assume_constant_result
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is an NVIDIA GPU of compute capability 9.0."""
     return (

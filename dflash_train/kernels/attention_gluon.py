@@ -181,26 +181,10 @@ def _attend_rows(
     place, query, head, real = _rows(unit, h, turn, Q, GROUP, WIDTH, S, gl.SliceLayout(1, _product(KEYS)))
     begin, end = gl.load(first + b * Q + query), gl.load(last + b * Q + query)
     low, left, right, high = tiles
-    top, total, acc = _absorb(
-        0, right - left, q_s.index(part), ring, tiles, begin, end, top, total, acc, scale, D, KEYS, STAGES, False
-    )
-    top, total, acc = _absorb(
-        right - left,
-        high - low,
-        q_s.index(part),
-        ring,
-        tiles,
-        begin,
-        end,
-        top,
-        total,
-        acc,
-        scale,
-        D,
-        KEYS,
-        STAGES,
-        True,
-    )
+    top, total, acc = _absorb(0, right - left, q_s.index(part), ring, tiles, begin, end, top, total, acc, scale,
+                              D, KEYS, STAGES, False)  # fmt: skip
+    top, total, acc = _absorb(right - left, high - low, q_s.index(part), ring, tiles, begin, end, top, total, acc, scale,
+                              D, KEYS, STAGES, True)  # fmt: skip
     some = total > 0  # a row that sees nothing gives zero
     total = gl.where(some, total, 1.0)
     at = (b * (KV * GROUP) + head) * (gl.cdiv(Q, 4) * 4) + query
@@ -529,9 +513,10 @@ def _shape(q: torch.Tensor, kc: torch.Tensor, size: int) -> dict[str, int]:
 
 
 def _grid(q: torch.Tensor, shape: dict[str, int]) -> tuple[int, int]:
-    return q.shape[0] * shape["KV"] * shape["SPLIT"], -(
-        -q.shape[1] // (2 * (64 // shape["WIDTH"] // shape["S"] * shape["S"]))
-    )
+    """Programs by batch row, key head and turn, and by stretches of the queries of two warp groups."""
+    width, size = shape["WIDTH"], shape["S"]
+    stretch = 2 * (64 // width // size * size)
+    return q.shape[0] * shape["KV"] * shape["SPLIT"], -(-q.shape[1] // stretch)
 
 
 def forward(q, kc, vc, kb, vb, first, last, seen, size: int, out: torch.Tensor, lse: torch.Tensor) -> None:
