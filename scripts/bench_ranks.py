@@ -52,18 +52,17 @@ PARTS = (
     "evaluate",
 )
 LIMITS = dict.fromkeys(PARTS, 120) | {"alone": 150, "ddp": 200, "engines": 280, "parity": 150, "train": 300}
-# What DDP is built with, besides what the engine gives it; `nccl`: with a communicator of its own that has these options.
-FIRST = {"is_high_priority_stream": True}
-VARIANTS = {
-    "ddp": {},
-    "ddp, buckets of 100 MiB": {"bucket_cap_mb": 100},
-    "ddp, exchange preferred, 8 blocks": {"nccl": FIRST | {"max_ctas": 8}},
+# What DDP is built with besides what the engine gives it, and what changes in the recipe.
+VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ddp": ({}, []),
+    "ddp, buckets of 100 MiB": ({"bucket_cap_mb": 100}, []),
+    "ddp, gradients in bf16": ({}, ["engine.reduce_precision=bfloat16"]),
 }
+SHARED = "rows a step"  # of a shape whose rows the ranks share
 STEPS, EVERY = 12, 4  # of the runs that are compared: their steps, and the steps between checkpoints
-# Of the first step's loss, and of any step's. A loss is a mean over more than 1,000 slots; in bf16 each rounds to 4e-3 of itself, so that two first
-# means agree to about 1e-4, in fp32 (6e-8) as sums in another order do. From then on AdamW makes whole steps even of gradients that are nothing
-# but rounding, twelve of them. How far one process in bf16 is from itself, measured beside it, says whether the second bound is a fair one.
-TOLERANCE = {"fp32": (1e-6, 1e-4), "bf16": (2e-4, 5e-3)}
+# Of the first step's loss, and of any step's. One process takes a step's rows in the micro-batches that the ranks take them in, so that whatever the format
+# only sums over them are made in another order, in fp32 and more; from the second step on AdamW makes whole steps even of gradients that are nothing but rounding.
+FIRST_LOSS, ANY_LOSS = 1e-6, 1e-4
 FP32 = (
     "engine.precision=float32", "target.precision=float32", "engine.attention=dense", "engine.compile=false", "train.num_anchors=128",
 )  # fmt: skip
@@ -230,8 +229,7 @@ def measure(measurements: list[dict[str, Any]]) -> None:
     def built_with(more: dict[str, Any]) -> type:
         class Tuned(DistributedDataParallel):
             def __init__(self, *args: Any, **kwargs: Any):
-                given = {name: value for name, value in more.items() if name != "nccl"}
-                super().__init__(*args, **kwargs | given, process_group=communicator(more.get("nccl", {})))
+                super().__init__(*args, **kwargs | more)
 
         return Tuned
 
@@ -253,44 +251,35 @@ def measure(measurements: list[dict[str, Any]]) -> None:
         raise SystemExit(1)
 
 
-def communicator(options: dict[str, Any]) -> Any:
-    """A process group of all ranks with these options of NCCL, or the one that there is: without options, and where no GPU is."""
-    import torch.distributed as dist
-
-    if not options or dist.get_backend() != "nccl":
-        return None
-    chosen = dist.ProcessGroupNCCL.Options()
-    chosen.is_high_priority_stream = options["is_high_priority_stream"]
-    if "max_ctas" in options:
-        chosen.config.max_ctas = options["max_ctas"]
-    return dist.new_group(pg_options=chosen)
-
-
 def argv(bench: Bench, shape: str, label: str, *overrides: str, ranks: int = 1) -> list[str]:
-    """Of bench_step.py: a shape with so many times the rows."""
+    """Of bench_step.py: a shape with so many times the rows, or with its rows shared."""
     words = [*bench.shapes[shape], *bench.steps[shape]]
-    at = words.index("--rows") + 1
-    words[at] = str(int(words[at]) * ranks)
+    if not shape.endswith(SHARED):
+        at = words.index("--rows") + 1
+        words[at] = str(int(words[at]) * ranks)
     return [*words, "--label", f"{shape}: {label}", *overrides]
 
 
 def alone(bench: Bench) -> None:
-    timed(bench, 1, [{"argv": argv(bench, shape, "alone")} for shape in bench.shapes], gpu=bench.gpus[0])
+    each = [{"argv": argv(bench, shape, "alone")} for shape in bench.shapes]
+    timed(bench, 1, [*each, *profiled(bench, "alone, profiled", 1)], gpu=bench.gpus[0])
 
 
 def by_ddp(bench: Bench) -> list[dict[str, Any]]:
     first, *others = bench.shapes
     engine = ["engine.kind=ddp"]
     several = [
-        {"argv": argv(bench, first, label, *engine, ranks=bench.ranks), "ddp": more} for label, more in VARIANTS.items()
+        {"argv": argv(bench, first, label, *engine, *words, ranks=bench.ranks), "ddp": more}
+        for label, (more, words) in VARIANTS.items()
     ]
     return several + [{"argv": argv(bench, shape, "ddp", *engine, ranks=bench.ranks)} for shape in others]
 
 
-def profiled(bench: Bench) -> list[dict[str, Any]]:
-    """How much of the exchange shows. The last of a job: a profiler slows everything that follows it."""
-    shapes = ("engine.kind=ddp", "--exchange", "--warmup", "3", "--steps", "3")
-    return [{"argv": argv(bench, shape, "ddp, profiled", *shapes, ranks=bench.ranks)} for shape in bench.shapes]
+def profiled(bench: Bench, label: str, ranks: int) -> list[dict[str, Any]]:
+    """The kernels of a step, in DIR/LABEL.txt, and how much of the exchange shows. The last of a job: a profiler slows everything that follows it."""
+    few = ["--warmup", "3", "--steps", "3", "--profile"]
+    named = [(shape, str(bench.out / f"{shape}, {label}.txt")) for shape in bench.shapes if not shape.endswith(SHARED)]
+    return [{"argv": argv(bench, shape, label, *few, file, ranks=ranks)} for shape, file in named]
 
 
 def by_shards(bench: Bench, kind: str) -> list[dict[str, Any]]:
@@ -300,7 +289,7 @@ def by_shards(bench: Bench, kind: str) -> list[dict[str, Any]]:
 
 def engines(bench: Bench) -> None:
     sharded = [*by_shards(bench, "fsdp2"), *by_shards(bench, "deepspeed_zero2")]
-    timed(bench, bench.ranks, [*by_ddp(bench), *sharded, *profiled(bench)])
+    timed(bench, bench.ranks, [*by_ddp(bench), *sharded, *profiled(bench, "ddp, profiled", bench.ranks)])
 
 
 def split(bench: Bench) -> None:
@@ -319,36 +308,45 @@ def gpus() -> int:
 
 
 def parity(bench: Bench) -> None:
+    n, one, other = bench.ranks, bench.gpus[0], bench.gpus[-1]
     few = [
         f"train.max_steps={STEPS}", f"train.checkpoint_every_steps={EVERY}", f"train.keep_checkpoints={STEPS}", "train.log_every_steps=1",
-        "data.heldout=[]", "data.limit=400", "track.progress=false", "engine.timeout_minutes=5",
+        f"train.global_batch_size={2 * n}", "train.micro_batch_size=2", "data.heldout=[]", "data.limit=400", "evaluate.client=off",
+        "track.progress=false", "engine.timeout_minutes=5",
     ]  # fmt: skip
-    n, one, other = bench.ranks, bench.gpus[0], bench.gpus[-1]
+    bf16, resumed = [*few, "engine.precision=bfloat16"], "train.resume=true"
 
-    def told(format: str, a: str, b: str, what: str) -> None:
+    def told(format: str, a: str, b: str, what: str, *, bound: bool = True) -> None:
         compared = compare(bench.out / f"{format}.{a}", bench.out / f"{format}.{b}")
-        first, any_step = TOLERANCE[format]
-        ok = compared["same_rows"] and compared["first_loss"] <= first and compared["losses"] <= any_step
-        bench.keep(what=what, format=format, steps=STEPS, **compared, tolerance=any_step, ok=ok)
+        ok = compared["first_loss"] <= FIRST_LOSS and compared["losses"] <= ANY_LOSS
+        tolerance = ANY_LOSS if bound else None
+        bench.keep(
+            what=what,
+            format=format,
+            steps=STEPS,
+            **compared,
+            tolerance=tolerance,
+            ok=compared["same_rows"] and (ok or not bound),
+        )
 
     # A single process beside ranks is slow, which does not matter here; two jobs of ranks would wait for each other's kernels.
     bench.wait(
-        bench.train("fp32.ranks", *few, *FP32, ranks=n),
-        bench.train("fp32.one", *few, *FP32, gpu=one),
-        bench.train("bf16.one", *few, "engine.precision=bfloat16", gpu=other),
-        bench.train("bf16.again", *few, "engine.precision=bfloat16", gpu=other),
-    )
-    told("fp32", "one", "ranks", f"{n} ranks against one")
-    told("bf16", "one", "again", "one against itself")
-    shortened(bench.out / "fp32.ranks", bench.out / "fp32.then_one", EVERY)
-    bench.wait(
-        bench.train("bf16.ranks", *few, "engine.precision=bfloat16", ranks=n),
-        bench.train("fp32.then_one", *few, *FP32, "train.resume=true", gpu=one),
+        bench.train("bf16.ranks", *bf16, ranks=n),
+        bench.train("bf16.one", *bf16, gpu=one),
+        bench.train("bf16.whole", *bf16, f"train.micro_batch_size={2 * n}", gpu=other),
     )
     told("bf16", "one", "ranks", f"{n} ranks against one")
-    shortened(bench.out / "fp32.then_one", bench.out / "fp32.then_ranks", 2 * EVERY)
-    bench.wait(bench.train("fp32.then_ranks", *few, *FP32, "train.resume=true", ranks=n))
-    told("fp32", "ranks", "then_ranks", f"{n} -> 1 -> {n} ranks against {n} undisturbed")
+    told("bf16", "one", "whole", "one in a single micro-batch against one", bound=False)
+    shortened(bench.out / "bf16.ranks", bench.out / "bf16.then_one", EVERY)
+    bench.wait(
+        bench.train("fp32.ranks", *few, *FP32, ranks=n),
+        bench.train("fp32.one", *few, *FP32, gpu=one),
+        bench.train("bf16.then_one", *bf16, resumed, gpu=other),
+    )
+    told("fp32", "one", "ranks", f"{n} ranks against one")
+    shortened(bench.out / "bf16.then_one", bench.out / "bf16.then_ranks", 2 * EVERY)
+    bench.wait(bench.train("bf16.then_ranks", *bf16, resumed, ranks=n))
+    told("bf16", "ranks", "then_ranks", f"{n} -> 1 -> {n} ranks against {n} undisturbed")
 
 
 def shortened(run: Path, copy: Path, step: int) -> None:
@@ -457,9 +455,9 @@ def answered(bench: Bench, processes: int) -> None:
 
 
 def train(bench: Bench) -> None:
-    """As many steps as fit into --seconds at the speed that `ddp` found for the second shape, else at 30 ms a step."""
-    second = list(bench.shapes)[-1]
-    found = [r["ms_wall"] for r in read_lines(bench.results) if r.get("label") == f"{second}: ddp"]
+    """As many steps as fit into --seconds at the speed that `ddp` found for the short documents, else at 30 ms a step."""
+    label = f"{list(bench.shapes)[-1]}: ddp"
+    found = [r["ms_wall"] for r in read_lines(bench.results) if r.get("label") == label]
     ms = found[-1] if found else 30.0
     given = any(text.startswith("train.max_steps=") for text in bench.overrides)
     steps = [] if given else [f"train.max_steps={max(1, int(1000 * bench.seconds / ms))}"]
@@ -509,7 +507,7 @@ def figures(evaluation: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 RUN: dict[str, Callable[[Bench], None]] = {
     "alone": alone,
-    "ddp": lambda bench: timed(bench, bench.ranks, [*by_ddp(bench), *profiled(bench)]),
+    "ddp": lambda bench: timed(bench, bench.ranks, [*by_ddp(bench), *profiled(bench, "ddp, profiled", bench.ranks)]),
     "fsdp2": lambda bench: timed(bench, bench.ranks, by_shards(bench, "fsdp2")),
     "zero2": lambda bench: timed(bench, bench.ranks, by_shards(bench, "deepspeed_zero2")),
     "engines": engines,
@@ -530,7 +528,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
     """Everything that was measured; the last result of a part counts where it was measured again."""
     by_part: dict[str, list[dict[str, Any]]] = {part: [r for r in results if r["part"] == part] for part in PARTS}
     steps = {r["label"]: r for r in results if "label" in r}
-    baseline = {shape_of(r): r["blocks_per_s"] for r in by_part["alone"] if "label" in r}
+    baseline = {shape_of(r): r["blocks_per_s"] for r in by_part["alone"] if r.get("label", "").endswith(": alone")}
     lines = []
     if steps:
         head = (
@@ -572,8 +570,16 @@ def step_row(r: dict[str, Any], alone: float | None) -> list[Any]:
 
 
 def parity_row(r: dict[str, Any]) -> list[Any]:
-    numbers = [f"{r[name]:.1e}" for name in ("first_loss", "losses", "grad_norms", "weights", "tolerance")]
-    return [r["what"], r["format"], *numbers, "yes" if r["same_rows"] else "NO", "ok" if r["ok"] else "NOT within"]
+    numbers = [f"{r[name]:.1e}" for name in ("first_loss", "losses", "grad_norms", "weights")]
+    bound = "-" if r["tolerance"] is None else f"{r['tolerance']:.1e}"
+    return [
+        r["what"],
+        r["format"],
+        *numbers,
+        bound,
+        "yes" if r["same_rows"] else "NO",
+        "ok" if r["ok"] else "NOT within",
+    ]
 
 
 def table(head: tuple[str, ...], rows: list[list[Any]]) -> list[str]:
@@ -595,17 +601,20 @@ def lengths_of(rows: Path, into: Path, most: int = 20_000) -> Path:
 
 
 def shapes_of(tiny: bool, rows: Path | None, out: Path) -> dict[str, list[str]]:
-    """Of bench_step.py: at real dimensions, with long rows, and as a small target has it, many short documents."""
+    """Of bench_step.py: at real dimensions, with long rows, one for each rank and a recipe's eight for all; and as a small target has it, many short documents."""
     names = ("--preset", "--row-length", "--rows", "--micro", "--anchors")
     big = ("qwen3-4b", "4096", "1", "1", "512")
-    small = ("smollm2-135m", "2048", "2", "2", "1024")
+    small = ("smollm2-135m", "2048", "4", "4", "1024")
     if tiny:
         big, small = ("tiny", "64", "1", "1", "4"), ("tiny", "128", "2", "2", "8")
+    whole = big[:2] + ("8",) + big[3:]
     short = [word for pair in zip(names, small, strict=True) for word in pair]
     if rows is not None:
         short += ["--lengths", str(lengths_of(rows, out / "lengths.jsonl"))]
+    name = "tiny" if tiny else "Qwen3-4B"
     return {
-        "tiny" if tiny else "Qwen3-4B": [word for pair in zip(names, big, strict=True) for word in pair],
+        name: [word for pair in zip(names, big, strict=True) for word in pair],
+        f"{name}, 8 {SHARED}": [word for pair in zip(names, whole, strict=True) for word in pair],
         "short documents": short,
     }
 
@@ -638,9 +647,8 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--warmup", type=int, default=12, help="steps before those that are timed: DDP measures itself in the first ten"
     )
-    parser.add_argument(
-        "--steps", type=int, default=24, help="timed steps at real dimensions; three times as many of the short ones"
-    )
+    parser.add_argument("--steps", type=int, default=24, help="timed steps")
+    parser.add_argument("--shape", help="only this one, by its name in the table")
     parser.add_argument("--tiny", action="store_true", help="dimensions that a CPU can time, to try the script")
     parser.add_argument("--table", action="store_true", help="print what the results are by now")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -653,7 +661,9 @@ def main(words: list[str]) -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    shapes = shapes_of(args.tiny, args.rows, args.out)
+    shapes = {
+        name: words for name, words in shapes_of(args.tiny, args.rows, args.out).items() if args.shape in (None, name)
+    }
     bench = Bench(
         out=args.out.resolve(),
         ranks=args.ranks,
@@ -661,10 +671,7 @@ def main(words: list[str]) -> int:
         recipe=args.recipe,
         overrides=[word for word in args.words if "=" in word],
         shapes=shapes,
-        steps={
-            shape: ["--warmup", str(args.warmup), "--steps", str(args.steps * (3 if n else 1))]
-            for n, shape in enumerate(shapes)
-        },
+        steps={shape: ["--warmup", str(args.warmup), "--steps", str(args.steps)] for shape in shapes},
         seconds=args.seconds,
     )
     limits = LIMITS | {name: float(value) for name, _, value in (text.partition("=") for text in args.limit)}

@@ -343,7 +343,7 @@ def one(argv: list[str]) -> None:
         "--rival", action="store_true", help="then time NeMo's step, its drafter compiled and not, and print both"
     )
     parser.add_argument("overrides", nargs="*", help="key=value of a recipe")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     HFTarget.TOGETHER = args.together
     mask = (args.vocab or PRESETS[args.preset][6]) - 1
     recipe = load_recipe(

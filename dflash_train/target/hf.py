@@ -163,24 +163,35 @@ class HFTarget:
     def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
         """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
         B, T = batch.token_ids_BT.shape
+        count = len(batch.starts_D) - 1
+        ids, positions = (x.view(1, B * T) for x in (batch.token_ids_BT, batch.position_ids_BT))
+        alone = ids, positions, batch.starts_D, Documents(count, batch.longest, count * batch.longest == B * T)
         features = None
-        if self._recorder is not None and B * T == self._tokens and self._compiled is not None:
-            features = self._recorder(batch)
-            if features is None:
+        if B * T == self._tokens:
+            if self._compiled is None:
+                self._compile_layers(*alone)
+            if self._recorder is not None:
+                features = self._recorder(batch)
+            if self._recorder is not None and features is None:
                 print(f"note: the target is read without CUDA graphs: {self._recorder.why_not}", flush=True)
                 self._recorder = None
         if features is None:
-            count = len(batch.starts_D) - 1
-            documents = Documents(count, batch.longest, count * batch.longest == B * T)
-            ids, positions = (x.view(1, B * T) for x in (batch.token_ids_BT, batch.position_ids_BT))
-            features = self._features(ids, positions, batch.starts_D, documents, None)
+            features = self._features(*alone, None)
         return TargetFeatures(features.view(B, T, -1))
 
-    def _features(self, ids, positions, starts, documents: Documents, out: torch.Tensor | None) -> torch.Tensor:
-        """`recorded.Read`."""
+    def _compile_layers(self, ids, positions, starts, documents: Documents) -> None:
+        """By a pass that shows what the backbone does with its layers. Its features are left: they are rounded otherwise than those of all later reads, so
+        that a rank's first rows, or a resumed run's, would have other numbers than the same rows elsewhere."""
+        with watch(self.reader.layers) as follows:
+            self.reader(**self._arguments(ids, positions, starts, documents))
         self._captured.clear()
+        layers = compiled_layers(self.reader.layers, follows, self.layer_ids, self.TOGETHER)
+        self._capture(layers)
+        self._compiled = _shorten(self.backbone, layers)
+
+    def _arguments(self, ids, positions, starts, documents: Documents) -> dict[str, Any]:
         longest = torch.tensor([documents.longest, documents.alike])
-        arguments = {
+        return {
             "input_ids": ids,
             "position_ids": positions,
             "attention_mask": torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=self.device),
@@ -190,17 +201,15 @@ class HFTarget:
             "max_length_q": longest,
             "max_length_k": longest,
         }
-        if ids.numel() != self._tokens:
-            self.reader(**arguments)
-        elif self._compiled is None:  # the first of its size shows what the backbone does with its layers
-            with watch(self.reader.layers) as follows:
-                self.reader(**arguments)
-            layers = compiled_layers(self.reader.layers, follows, self.layer_ids, self.TOGETHER)
-            self._capture(layers)
-            self._compiled = _shorten(self.backbone, layers)
-        else:
+
+    def _features(self, ids, positions, starts, documents: Documents, out: torch.Tensor | None) -> torch.Tensor:
+        """`recorded.Read`."""
+        self._captured.clear()
+        reader = self.reader
+        if ids.numel() == self._tokens:
             torch._dynamo.mark_dynamic(starts, 0)
-            self._compiled(**arguments)
+            reader = self._compiled
+        reader(**self._arguments(ids, positions, starts, documents))
         return self.collect(out)
 
     def clear(self) -> None:

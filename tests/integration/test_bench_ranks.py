@@ -68,10 +68,12 @@ def test_tables_hold_what_was_measured(script):
     step = {"ms": 50.0, "ms_wall": 51.0, "above_static_gib": 2.0, "peak_gib_by_gpu": [9.5]}
     results = [
         {"part": "alone", "label": "big: alone", "ranks": 1, "blocks_per_s": 1000.0, **step},
+        {"part": "alone", "label": "big: alone, profiled", "ranks": 1, "blocks_per_s": 10.0, **step},
         {"part": "engines", "label": "big: ddp", "ranks": 2, "blocks_per_s": 100.0, **step},
         {"part": "engines", "label": "big: ddp", "ranks": 2, "blocks_per_s": 970.0, **step, "host_syncs": 0},
         {"part": "split", "label": "big: target on the other GPU", "ranks": 1, "blocks_per_s": 1900.0, **step | {"peak_gib_by_gpu": [7.0, 8.5]}},
         {"part": "parity", "what": "2 ranks against one", "format": "fp32", "first_loss": 1e-8, "losses": 2e-7, "grad_norms": 0, "weights": 0, "tolerance": 1e-4, "same_rows": True, "ok": True},
+        {"part": "parity", "what": "one otherwise", "format": "bf16", "first_loss": 0, "losses": 7e-3, "grad_norms": 0, "weights": 0, "tolerance": None, "same_rows": True, "ok": True},
         {"part": "kill", "seconds": 4.5, "messages": 1},
         {"part": "zero2", "failed": "no such library"},
     ]  # fmt: skip
@@ -79,6 +81,7 @@ def test_tables_hold_what_was_measured(script):
     assert "| big: ddp | 2 | 50.0 | 51.0 | 970.0 | 97.0% | - | - | 9.5 | 2.0 | 0 |" in text and "10.0%" not in text
     assert "| big: target on the other GPU | 2 | 50.0 | 51.0 | 950.0 | 95.0% | - | - | 7.0 + 8.5 | 2.0 | - |" in text
     assert "| 2 ranks against one | fp32 | 1.0e-08 | 2.0e-07 | 0.0e+00 | 0.0e+00 | 1.0e-04 | yes | ok |" in text
+    assert "| one otherwise | bf16 | 0.0e+00 | 7.0e-03 | 0.0e+00 | 0.0e+00 | - | yes | ok |" in text
     assert 'kill: {"seconds": 4.5, "messages": 1}' in text and "zero2: FAILED: no such library" in text
 
 
@@ -113,7 +116,10 @@ def test_two_ranks_are_timed_beside_one_and_a_failure_is_a_result(tmp_path):
     labels = {r["label"]: r for r in results if "label" in r}
     assert labels["tiny: alone"]["rows"] == 1 and labels["tiny: ddp"]["rows"] == 2
     assert labels["tiny: ddp"]["blocks"] == labels["tiny: alone"]["blocks"] == 4  # of one rank
-    assert {"tiny: ddp, buckets of 100 MiB", "short documents: ddp"} <= set(labels)
+    assert {"tiny: ddp, buckets of 100 MiB", "tiny: ddp, gradients in bf16", "short documents: ddp"} <= set(labels)
+    assert labels["tiny, 8 rows a step: alone"]["rows"] == labels["tiny, 8 rows a step: ddp"]["rows"] == 8
+    assert labels["tiny, 8 rows a step: alone"]["blocks"] == 2 * labels["tiny, 8 rows a step: ddp"]["blocks"] == 32
+    assert (tmp_path / "out" / "tiny, ddp, profiled.txt").exists() == torch.cuda.is_available()
     assert [r["part"] for r in results if "failed" in r] == ["zero2"] and "needs the deepspeed library" in results[-1][
         "failed"
     ]

@@ -12,7 +12,7 @@ import torch
 import toys
 
 from dflash_train import ranks
-from dflash_train.config.schema import EngineKind
+from dflash_train.config.schema import EngineKind, Precision
 from dflash_train.engine.guard import Skip
 from dflash_train.metrics import MetricWindow
 from dflash_train.types import LossReport, Saved
@@ -37,13 +37,20 @@ def stream(rows: int = 4, micro: int = 1):
     return toys.stream_of(made, global_batch_size=rows, micro_batch_size=micro)
 
 
-def trained(engine: tuple[str, bool], rows: int, micro: int, spec: dict, *, saved: Saved | None = None):
+def trained(
+    engine: tuple[str, bool],
+    rows: int,
+    micro: int,
+    spec: dict,
+    *,
+    saved: Saved | None = None,
+    travels: Precision = Precision.float32,
+):
     """What was logged of each step, the state after half of them and after all; with `saved` only the second half is done, from there."""
     step, data, logged, window = toys.toy_step(**spec), stream(rows, micro), [], MetricWindow()
     kind, offload = engine
-    made = toys.toy_engine(
-        step, data.micro_batches_per_rank(ranks.world_size()), kind=EngineKind(kind), offload=offload
-    )
+    micro_batches = data.micro_batches_per_rank(ranks.world_size())
+    made = toys.toy_engine(step, micro_batches, kind=EngineKind(kind), offload=offload, reduce_precision=travels)
     half = saved
     if saved is not None:
         made.restore(saved)
@@ -102,6 +109,7 @@ def suite(engines: list[tuple[str, bool]], half: Saved) -> dict:
             figure=figure,
             held=held,
             continued=trained(engine, 4, 1, {}, saved=half).end,
+            rounded=trained(engine, 4, 2, {}, travels=Precision.bfloat16).end,
             skipped=poisoned(engine, 10),
             stopped=poisoned(engine, 2),
         )
@@ -145,6 +153,17 @@ def test_two_ranks_are_one_process(engine, cut):
     assert_same(first.cuts[cut].end, whole.end)
     assert second.cuts[cut].end is None
     assert all(not torch.equal(w, whole.half.weights[n]) for n, w in first.cuts[cut].end.weights.items())
+
+
+@every_engine
+def test_gradients_may_travel_in_bf16(engine):
+    """Each is rounded by 2^-8 of itself at most, once on its way out and once in the sum: seen in AdamW's mean, which is a sum of gradients."""
+    first, second = results(engine)
+    exact, rounded = (end.moments for end in (first.cuts["2 x 1"].end, first.rounded))
+    names = [name for name in exact if name.startswith("exp_avg.")]
+    apart = {name: float((rounded[name] - exact[name]).norm() / exact[name].norm().clamp_min(1e-12)) for name in names}
+    assert 1e-4 < max(apart.values()) < 2**-6
+    assert second.rounded is None
 
 
 def compiled_layers(kind: str) -> tuple[Saved, int]:
