@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_train import ranks
 from dflash_train.config.load import run_command
-from dflash_train.config.schema import EngineConfig, EngineKind, ObjectiveConfig, OptimizerConfig, Precision
+from dflash_train.config.schema import EngineConfig, EngineKind, ObjectiveConfig, OptimizerConfig, ReducePrecision
 from dflash_train.data.stream import RowStream, StreamConfig, assemble
 from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec
@@ -359,7 +359,7 @@ def toy_engine(
     offload: bool = False,
     eps: float = 1e-2,
     most_in_a_row: int = 10,
-    reduce_precision: Precision = Precision.float32,
+    reduce_precision: ReducePrecision = ReducePrecision.float32,
 ) -> Engine:
     """AdamW's epsilon is large by default: a small one turns rounding errors of vanishing gradients into steps."""
     config = OptimizerConfig(eps=eps, max_grad_norm=0.5)

@@ -67,6 +67,13 @@ class EngineKind(enum.Enum):
         return self is EngineKind.fsdp2 or self.is_deepspeed
 
 
+class ReducePrecision(enum.Enum):
+    """Number format in which gradients travel between ranks."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class Backend(enum.Enum):
     """What runs the target while it regenerates."""
 
@@ -352,6 +359,10 @@ class EngineConfig:
     offload: bool = knob(False, "DeepSpeed only: keep fp32 masters and moments in host memory, and run AdamW there.")
     precision: Precision = knob(
         Precision.auto, "Compute of the drafter over its fp32 weights: auto is bfloat16 on CUDA and float32 on CPU."
+    )
+    reduce_precision: ReducePrecision = knob(
+        ReducePrecision.float32,
+        "How gradients travel between ranks; bfloat16 is half the bytes, rounded: for GPUs without NVLink, and slow networks (docs/engines.md).",
     )
     attention: Attention = knob(
         Attention.auto,

@@ -24,11 +24,11 @@ def build_engine(
     if engine.kind is EngineKind.fsdp2:
         from dflash_train.engine.fsdp2 import FSDP2Engine
 
-        return FSDP2Engine(step, optimizer, guard)
+        return FSDP2Engine(step, engine, optimizer, guard)
     if engine.kind in ZERO_STAGE:
         from dflash_train.engine.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(step, ZERO_STAGE[engine.kind], engine, optimizer, guard)
     from dflash_train.engine.torch import TorchEngine
 
-    return TorchEngine(step, optimizer, guard)
+    return TorchEngine(step, engine, optimizer, guard)

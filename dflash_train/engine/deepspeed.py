@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dflash_train import ranks
-from dflash_train.config.schema import EngineConfig, OptimizerConfig
+from dflash_train.config.schema import EngineConfig, OptimizerConfig, ReducePrecision
 from dflash_train.engine.base import MOMENTS, Engine, fresh_moments
 from dflash_train.engine.guard import Guard
 from dflash_train.optim import build_optimizer
@@ -52,6 +52,7 @@ class DeepSpeedEngine(Engine):
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
                 "gradient_clipping": 0.0,
+                "communication_data_type": "bf16" if engine.reduce_precision is ReducePrecision.bfloat16 else "fp32",
                 "zero_optimization": {"stage": stage, "offload_optimizer": offload}
                 # With offload the library insists on its own norm; that agrees with the guard about what is not finite.
                 | ({} if engine.offload else {"compute_grad_norm": False}),

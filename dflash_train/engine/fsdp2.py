@@ -1,9 +1,9 @@
 """torch FSDP2: weights, gradients and moments are sharded over ranks; a layer is whole only while it computes.
 
 Each draft layer is a group, so is the selector with its codebooks, and what is left (the feature projection, two norms) is the root. Gathered
-weights are fp32 and the step's autocast makes bf16 of them, exactly as without sharding: a MixedPrecisionPolicy would gather half the bytes, but
+weights are fp32 and the step's autocast makes bf16 of them, exactly as without sharding: a MixedPrecisionPolicy with a param_dtype would gather half the bytes, but
 it would also round norms, taps and codebooks, which the other engines keep, and a run could not change its engine without changing its numbers.
-Gradients are reduced in fp32 and in every micro-batch, so that no rank ever holds all of them.
+Gradients are reduced in every micro-batch, so that no rank ever holds all of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash_train import ranks
-from dflash_train.config.schema import OptimizerConfig
+from dflash_train.config.schema import EngineConfig, OptimizerConfig
 from dflash_train.engine.base import Engine, fresh_moments
 from dflash_train.engine.guard import Guard
 from dflash_train.optim import build_optimizer
@@ -31,13 +31,14 @@ class FSDP2Engine(Engine):
 
     sharded = True
 
-    def __init__(self, step: nn.Module, config: OptimizerConfig, guard: Guard):
+    def __init__(self, step: nn.Module, engine: EngineConfig, config: OptimizerConfig, guard: Guard):
         super().__init__(step, guard)
         drafter, device = step.drafter, next(step.parameters()).device
         self.mesh = init_device_mesh(device.type, (ranks.world_size(),))
+        travels = getattr(torch, engine.reduce_precision.value)
         parts = [*drafter.layers, *([drafter.candidate_selector] if drafter.candidate_selector is not None else [])]
         for module in (*parts, step):
-            fully_shard(module, mesh=self.mesh)
+            fully_shard(module, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=travels))
         self.shards = {name: nn.Parameter(p.to_local()) for name, p in self.parameters()}
         self.optimizer = build_optimizer(self.shards.items(), config)
 

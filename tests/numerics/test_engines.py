@@ -12,7 +12,7 @@ import torch
 import toys
 
 from dflash_train import ranks
-from dflash_train.config.schema import EngineKind, Precision
+from dflash_train.config.schema import EngineKind, ReducePrecision
 from dflash_train.engine.guard import Skip
 from dflash_train.metrics import MetricWindow
 from dflash_train.types import LossReport, Saved
@@ -44,7 +44,7 @@ def trained(
     spec: dict,
     *,
     saved: Saved | None = None,
-    travels: Precision = Precision.float32,
+    travels: ReducePrecision = ReducePrecision.float32,
 ):
     """What was logged of each step, the state after half of them and after all; with `saved` only the second half is done, from there."""
     step, data, logged, window = toys.toy_step(**spec), stream(rows, micro), [], MetricWindow()
@@ -109,7 +109,7 @@ def suite(engines: list[tuple[str, bool]], half: Saved) -> dict:
             figure=figure,
             held=held,
             continued=trained(engine, 4, 1, {}, saved=half).end,
-            rounded=trained(engine, 4, 2, {}, travels=Precision.bfloat16).end,
+            rounded=trained(engine, 4, 2, {}, travels=ReducePrecision.bfloat16).end,
             skipped=poisoned(engine, 10),
             stopped=poisoned(engine, 2),
         )
