@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,9 @@ class Slots:
         self.prompt_sizes = PROMPT_SIZES if self.streaming and self.use_graphs else ()
         self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.side, self.recording = (
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
+        )
         self.capture_seconds = 0.0
         self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -216,20 +219,26 @@ class Slots:
     def _prompt_graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]:
         """The reading of prompts of together at most `size` tokens: graph, what it reads, and the logits that it writes."""
         if size not in self.prompt_graphs:
-            started = time.monotonic()
             nothing = prompt_tensors([], [], self.stride)
             static = self._put(*padded_prompts(nothing, size, self.scratch * self.stride, self.stride))
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                self._read(*static, size)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                logits = self._read(*static, size)
+            graph, logits = self._recorded(lambda: self._read(*static, size))
             self.prompt_graphs[size] = graph, static, logits
-            self.capture_seconds += time.monotonic() - started
         return self.prompt_graphs[size]
+
+    def _recorded(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of what `run` does, and what it returned, which every replay fills anew. It runs once before, so that what is compiled and planned at
+        a first call is so then."""
+        started, graph = time.monotonic(), torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self.device)
+        self.recording.wait_stream(here)
+        with torch.cuda.stream(self.recording):
+            run()
+        here.wait_stream(self.recording)
+        # On a stream of this GPU: left out, it is one of all of a process's graphs, on the GPU of the first of them.
+        with torch.cuda.graph(graph, self.pool, self.recording):
+            made = run()
+        self.capture_seconds += time.monotonic() - started
+        return graph, made
 
     def _decode(self, slot_N: torch.Tensor) -> torch.Tensor:
         """One token of each slot through the model: logits (N, V)."""
@@ -378,18 +387,10 @@ class Slots:
         """The step for so many slots, captured when it is first wanted."""
         sampled = sampled or not self.greedy_apart
         if (size, sampled) not in self.graphs:
-            started = time.monotonic()
             static_N = torch.full((size,), self.scratch, dtype=torch.long, device=self.device)
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                self._step(static_N, sampled)  # on the scratch slot, which is done: nothing changes
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._step(static_N, sampled)
+            # on the scratch slot, which is done: nothing changes
+            graph, _ = self._recorded(lambda: self._step(static_N, sampled))
             self.graphs[size, sampled] = graph, static_N
-            self.capture_seconds += time.monotonic() - started
         return self.graphs[size, sampled]
 
     def _harvest(self) -> list[tuple[int, Decoded]]:

@@ -170,10 +170,7 @@ class SpeculativeSlots(Slots):
         if sampled:
             uniform_NU = torch.rand(self.slots, self.draws, device=self.device)
             sampling = Sampling(self.temperature[slot_N], self.top_p[slot_N], self.top_k[slot_N])
-        drafting = torch.cuda.CUDAGraph()
-        self._draft(*arguments, sampling, uniform_NU)
-        with torch.cuda.graph(drafting, pool=self.pool):
-            self._draft(*arguments, sampling, uniform_NU)
+        drafting, _ = self._recorded(lambda: self._draft(*arguments, sampling, uniform_NU))
         milliseconds = []
         for graph in (whole, drafting):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -43,8 +43,9 @@ def current(place: torch.device) -> AbstractContextManager:
 class Elsewhere:
     """Reads where the target is and brings the features to where the drafter is; embedding and head are copied here once.
 
-    Nothing waits on the host. Input and features cross on the streams of both sides that are current at the call, each behind what it was
-    given before: with `Feed`, which reads one micro-batch ahead on a stream of its own, that is the queue between the two, of length one.
+    Nothing waits on the host. Input and features cross on the stream of this side that is current at the call and one of the other side's own, each
+    behind what it was given before: with `Feed`, which reads one micro-batch ahead on a stream of its own, that is the queue between the two, of
+    length one. Neither is a GPU's default stream: a copy between two GPUs on such a one waits for all that both were given, and all waits for it.
     """
 
     def __init__(self, target: HFTarget, device: torch.device):
@@ -53,6 +54,10 @@ class Elsewhere:
         embedding = target.model.get_input_embeddings().weight
         self._head = target.head_VH.to(device)
         self._embedding = self._head if embedding is target.head_VH else embedding.to(device)
+        self._stream: torch.cuda.Stream | None = None
+        if target.device.type == "cuda":
+            self._stream = torch.cuda.Stream(target.device)
+            self._stream.wait_stream(torch.cuda.current_stream(target.device))  # which made the weights
 
     @property
     def model(self) -> nn.Module:
@@ -70,10 +75,9 @@ class Elsewhere:
         return F.embedding(token_ids, self._embedding)
 
     def read(self, batch: PackedBatch) -> TargetFeatures:
-        place = self.there.device
-        with current(place):
-            features = self.there.read(_copy(batch, place)).features_BTF
-        return TargetFeatures(features.to(self.device, non_blocking=True))
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            features = self.there.read(_copy(batch, self.there.device)).features_BTF
+            return TargetFeatures(features.to(self.device, non_blocking=True))
 
     def come(self) -> HFTarget:
         """The target itself, moved to the drafter's device, for decoding."""

@@ -124,6 +124,8 @@ class Recorder:
         self.graphs: dict[Documents, torch.cuda.CUDAGraph] = {}
         self.why_not: str | None = None
         self._pool = torch.cuda.graph_pool_handle()
+        # Left out, it is one of all of a process's graphs, on the GPU of the first of them.
+        self._recording = torch.cuda.Stream(device)
         self._ids, self._positions = (torch.zeros(1, tokens, dtype=torch.long, device=device) for _ in range(2))
         self._starts: dict[int, torch.Tensor] = {}
         self._features: torch.Tensor | None = None
@@ -159,7 +161,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may pin memory meanwhile, and NCCL's looks after its work.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._recording, capture_error_mode="thread_local"):
                 self.read(*arguments, self._features)
         except RuntimeError as error:
             self.why_not = str(error).splitlines()[0]
