@@ -8,6 +8,8 @@ kept in units of log 2. No atomics: a run is the same twice.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -487,16 +489,21 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x if rows and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a piece in shared memory. Made once: a step asks for dozens, and the host is what a small target waits for."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+
+
 def _table(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """x (B, L, heads, D) for the copy engine, in pieces of `rows` rows of one head."""
     B, L, H, D = x.shape
-    layout = gl.NVMMASharedLayout.get_default_for([rows, D], getattr(gl, str(x.dtype).removeprefix("torch.")))
-    return TensorDescriptor(x, [B * L, H * D], [x.stride(1), 1], [rows, D], layout)
+    return TensorDescriptor(x, [B * L, H * D], [x.stride(1), 1], [rows, D], _layout(rows, D, x.dtype))
 
 
 def _numbers(x: torch.Tensor, Q: int) -> TensorDescriptor:
     """x (B, heads, at least Q) in fp32 for the copy engine, in pieces of one head; beyond Q it reads zeros."""
-    layout = gl.NVMMASharedLayout.get_default_for([1, SPAN_QUERIES], gl.float32)
+    layout = _layout(1, SPAN_QUERIES, x.dtype)
     return TensorDescriptor(x, [x.shape[0] * x.shape[1], Q], [x.shape[2], 1], [1, SPAN_QUERIES], layout)
 
 
