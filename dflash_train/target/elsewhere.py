@@ -45,7 +45,7 @@ class Elsewhere:
 
     Nothing waits on the host. Input and features cross on the stream of this side that is current at the call and one of the other side's own, each
     behind what it was given before: with `Feed`, which reads one micro-batch ahead on a stream of its own, that is the queue between the two, of
-    length one. Neither is a GPU's default stream: a copy between two GPUs on such a one waits for all that both were given, and all waits for it.
+    length one, and neither is a GPU's default stream: a copy between two GPUs on such a one waits for all that both were given, and all waits for it.
     """
 
     def __init__(self, target: HFTarget, device: torch.device):
@@ -81,8 +81,7 @@ class Elsewhere:
 
     def come(self) -> HFTarget:
         """The target itself, moved to the drafter's device, for decoding."""
-        self.there.model.to(self.device)
-        self.there.device = self.device
+        self.there.move(self.device)
         return self.there
 
 

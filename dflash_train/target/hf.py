@@ -118,6 +118,12 @@ class HFTarget:
         if record and self.side_by_side and self.device.type == "cuda":
             self._recorder = Recorder(self._features, tokens, self.device)
 
+    def move(self, device: torch.device) -> None:
+        """To another device. Nothing is compiled or recorded there: graphs read weights where they were."""
+        self.model.to(device)
+        self.device = device
+        self._tokens = self._compiled = self._recorder = None
+
     def _capture(self, layers: nn.ModuleList) -> None:
         for i in self.layer_ids:
             layers[i].register_forward_hook(self._keep(i))

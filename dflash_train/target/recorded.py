@@ -126,7 +126,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         # Left out, it is one of all of a process's graphs, on the GPU of the first of them.
         self._recording = torch.cuda.Stream(device)
-        self._ids, self._positions = (torch.zeros(1, tokens, dtype=torch.long, device=device) for _ in range(2))
+        # Not filled: the streams that read are others than this one, and do not wait for it.
+        self._ids, self._positions = (torch.empty(1, tokens, dtype=torch.long, device=device) for _ in range(2))
         self._starts: dict[int, torch.Tensor] = {}
         self._features: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None

@@ -10,6 +10,7 @@ from dflash_train import ranks
 from dflash_train.config.load import load_recipe
 from dflash_train.method import DraftStep
 from dflash_train.target.elsewhere import Elsewhere, place_of_its_own
+from dflash_train.target.varlen import enable_varlen
 
 CPU = torch.device("cpu")
 
@@ -31,6 +32,18 @@ def test_it_reads_embeds_and_scores_as_the_target_itself(tied):
     losses = [s(batch, s.target.read(batch), weight).loss for s in (step, apart)]
     assert float(losses[0]) == float(losses[1]) > 0
     assert apart.together().target is target and step.together().target is target
+
+
+def test_what_was_compiled_where_it_was_is_left_there(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    model = toys.toy_model()
+    assert enable_varlen(model) is None
+    away = Elsewhere(toys.HFTarget(model, toys.toy_info(), (1, 3)), CPU)
+    batch = toys.batch_of([[toys.document(20)]], [[]], block_size=4, length=20)
+    features = away.read(batch).features_BTF
+    away.there.compile(20, record=False)
+    away.there._recorder = lambda batch: pytest.fail("read through a graph of the other GPU")
+    assert torch.equal(away.come().read(batch).features_BTF, features)
 
 
 def test_where_it_can_be():

@@ -153,6 +153,32 @@ def test_layers_are_compiled_together_where_nothing_comes_between_them():
     assert groups([False, True, True, False, True], (1, 4), 8) == [2, 2, 1, 2, 2]
 
 
+class Graphs:
+    """A recorder of so many reads, and of none after these."""
+
+    why_not = "no reason"
+
+    def __init__(self, found: list[torch.Tensor]):
+        self.found = found
+
+    def __call__(self, batch) -> torch.Tensor | None:
+        return self.found.pop(0) if self.found else None
+
+
+def test_the_first_read_is_recorded_too_and_where_no_graph_can_be_that_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    m = model()
+    assert enable_varlen(m) is None
+    target = HFTarget(m, toys.toy_info(), (1, 3))
+    plain = target.read(batch()).features_BTF
+    target.compile(36, record=False)
+    target._recorder = Graphs([torch.ones(1, 36, 2 * toys.HIDDEN), torch.zeros(1, 36, 2 * toys.HIDDEN)])
+    assert [float(target.read(batch()).features_BTF.mean()) for _ in range(2)] == [1.0, 0.0]
+    for _ in range(2):
+        assert torch.equal(target.read(batch()).features_BTF, plain)
+    assert capsys.readouterr().out == "note: the target is read without CUDA graphs: no reason\n"
+
+
 @pytest.mark.slow
 def test_compiled_layers_read_the_same_and_compile_once():
     """In a process of its own: what other tests have compiled there, and how, changes how many graphs there are."""
