@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -62,12 +63,13 @@ def trained(
     return SimpleNamespace(logged=logged, half=half, end=made.gather(), engine=made)
 
 
-def poisoned(engine: tuple[str, bool], most_in_a_row: int):
+def poisoned(engine: tuple[str, bool], most_in_a_row: int, travels: ReducePrecision = ReducePrecision.float32):
     """Five steps. Not finite: the loss of one of rank 1's micro-batches in the second, the gradient of rank 0's in the third alone."""
     kind, offload = engine
     step, data, window, taken = toys.toy_step(), stream(), MetricWindow(), []
     data.micro_batches_per_rank(ranks.world_size())
-    made = toys.toy_engine(step, 2, kind=EngineKind(kind), offload=offload, most_in_a_row=most_in_a_row)
+    more = {"offload": offload, "most_in_a_row": most_in_a_row, "reduce_precision": travels}
+    made = toys.toy_engine(step, 2, kind=EngineKind(kind), **more)
     for n in range(5):
 
         def change(i: int, loss: torch.Tensor, n: int = n) -> torch.Tensor:
@@ -104,13 +106,16 @@ def suite(engines: list[tuple[str, bool]], half: Saved) -> dict:
         held = share_held(cuts["2 x 2"].engine) if engine == ("fsdp2", False) else None
         for cut in cuts.values():
             del cut.engine
+        rounded = trained(engine, 4, 1, {}, travels=ReducePrecision.bfloat16)
+        del rounded.engine
         found[engine] = SimpleNamespace(
             cuts=cuts,
             figure=figure,
             held=held,
             continued=trained(engine, 4, 1, {}, saved=half).end,
-            rounded=trained(engine, 4, 2, {}, travels=ReducePrecision.bfloat16).end,
+            rounded=rounded,
             skipped=poisoned(engine, 10),
+            skipped_in_bf16=poisoned(engine, 10, ReducePrecision.bfloat16),
             stopped=poisoned(engine, 2),
         )
     return found
@@ -157,13 +162,28 @@ def test_two_ranks_are_one_process(engine, cut):
 
 @every_engine
 def test_gradients_may_travel_in_bf16(engine):
-    """Each is rounded by 2^-8 of itself at most, once on its way out and once in the sum: seen in AdamW's mean, which is a sum of gradients."""
+    """Each is rounded by 2^-8 of itself at most, once on its way out and once in the sum: seen in AdamW's mean, which is a sum of gradients. The
+    norm that clips them is that of what arrived."""
     first, second = results(engine)
-    exact, rounded = (end.moments for end in (first.cuts["2 x 1"].end, first.rounded))
+    exact, rounded = (end.moments for end in (first.cuts["2 x 2"].end, first.rounded.end))
     names = [name for name in exact if name.startswith("exp_avg.")]
     apart = {name: float((rounded[name] - exact[name]).norm() / exact[name].norm().clamp_min(1e-12)) for name in names}
     assert 1e-4 < max(apart.values()) < 2**-6
-    assert second.rounded is None
+    norms = [
+        [step["grad_norm"] for step in found.logged] for found in (first.rounded, second.rounded, first.cuts["2 x 2"])
+    ]
+    assert norms[0] == norms[1] == pytest.approx(norms[2], rel=2**-6) and norms[0] != norms[2]
+
+
+def alone(kind: str) -> list[Saved]:
+    return [trained((kind, False), 4, 2, {}, travels=travels).end for travels in ReducePrecision]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("deepspeed_zero2", marks=no_deepspeed)])
+def test_where_nothing_travels_nothing_is_rounded(kind):
+    (exact, rounded) = toys.run_ranks(alone, 1, kind)[0]
+    for name, tensor in exact.moments.items():
+        assert torch.equal(tensor, rounded.moments[name])
 
 
 def compiled_layers(kind: str) -> tuple[Saved, int]:
@@ -213,6 +233,18 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(engine):
         assert logged == pytest.approx(means, rel=2e-5, abs=1e-6)
     saved = results(engine)[0].skipped[3]
     assert_same(saved, state)
+    assert {float(v) for n, v in saved.moments.items() if n.startswith("step.")} == {3.0}
+
+
+@every_engine
+def test_what_is_not_finite_is_skipped_where_gradients_travel_in_bf16_too(engine):
+    for result in results(engine):
+        taken, (skips, _), logged, _ = result.skipped_in_bf16
+        assert taken == [True, False, False, True, True]
+        assert skips == [Skip(step=2, losses=[(1, 1)]), Skip(step=3, losses=[])]
+        assert all(math.isfinite(value) for value in logged.values())
+    saved = results(engine)[0].skipped_in_bf16[3]
+    assert all(tensor.isfinite().all() for tensor in [*saved.weights.values(), *saved.moments.values()])
     assert {float(v) for n, v in saved.moments.items() if n.startswith("step.")} == {3.0}
 
 
