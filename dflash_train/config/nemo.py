@@ -92,7 +92,7 @@ WITHOUT_EFFECT = {
     "distributed.dp_replicate_size": "torchrun's number of processes is",
     "distributed.defer_fsdp_grad_sync": "gradients meet once per step anyway",
     "distributed.reshard_after_forward": "of sharded targets",
-    "distributed.mp_policy": "precision is target.precision and engine.precision",
+    "distributed.mp_policy": "precision is target.precision and engine.precision, and engine.reduce_precision of gradients between ranks",
     "distributed.autocast_dtype": "precision is target.precision and engine.precision",
     "distributed.activation_checkpointing_scope": "there is no activation checkpointing",
     "compile.dynamo_cache_size_limit": "shapes are static",
