@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +240,9 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     drafter.to(device)
     _, fuse = attention_and_compile(engine, device)
     if fuse:
-        target.compile(o.recipe.train.micro_batch_size * o.recipe.data.max_length, record=engine.cuda_graphs)
+        train = o.recipe.train  # of whose rows a rank may have fewer than a micro-batch holds
+        rows = min(train.micro_batch_size, math.ceil(train.global_batch_size / ranks.world_size()))
+        target.compile(rows * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
     mask = mask_maker(engine, device, dtype, spec)
     return DraftStep(drafter, placed, o.recipe.objective, dtype=dtype, mask=mask, fuse=fuse)
