@@ -256,9 +256,9 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     metrics = run.window.report()
     last = args.warmup + args.steps
-    began = time.perf_counter()
+    given = time.perf_counter()
     train_step(run, last)
-    host = time.perf_counter() - began  # that the device was given a step's work
+    host = time.perf_counter() - given  # that the device was given a step's work
     wait()
     result = {
         "label": args.label,
