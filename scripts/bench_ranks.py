@@ -51,7 +51,7 @@ PARTS = (
     "train",
     "evaluate",
 )
-LIMITS = dict.fromkeys(PARTS, 120) | {"alone": 150, "ddp": 200, "engines": 280, "parity": 150, "train": 300}
+LIMITS = dict.fromkeys(PARTS, 120) | {"alone": 300, "ddp": 360, "engines": 480, "parity": 150, "train": 300}
 # What DDP is built with besides what the engine gives it, and what changes in the recipe.
 VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ddp": ({}, []),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,34 @@ def test_runs_are_compared_by_rows_losses_and_weights(script, tmp_path):
     (short / "metrics.jsonl").write_text((short / "metrics.jsonl").read_text().splitlines(keepends=True)[0])
     with pytest.raises(RuntimeError, match="have logged other steps"):
         script.compare(one, short)
+
+
+@pytest.mark.parametrize(
+    ("worse", "told"),
+    [
+        ({}, [True, True, True, True]),
+        ({"losses": 2e-4}, [False, True, False, False]),
+        ({"first_loss": 2e-6}, [False, True, False, False]),
+        ({"same_rows": False}, [False, False, False, False]),
+    ],
+)
+def test_ranks_are_held_to_bounds_and_other_micro_batches_to_the_same_rows(script, monkeypatch, tmp_path, worse, told):
+    near = {"same_rows": True, "first_loss": 5e-7, "losses": 5e-5, "grad_norms": 0.0, "weights": 0.0}
+    monkeypatch.setattr(script, "compare", lambda a, b: near | worse)
+    monkeypatch.setattr(script, "shortened", lambda run, copy, step: None)
+    kept: list[dict] = []
+    script.parity(
+        SimpleNamespace(
+            ranks=2,
+            gpus=[0, 1],
+            out=tmp_path,
+            train=lambda *words, **more: None,
+            wait=lambda *jobs: None,
+            keep=lambda **result: kept.append(result),
+        )
+    )
+    assert [result["ok"] for result in kept] == told
+    assert [result["tolerance"] for result in kept] == [1e-4, None, 1e-4, 1e-4]
 
 
 def test_a_shortened_run_is_what_a_stop_would_have_left(script, tmp_path):

@@ -24,6 +24,7 @@ def test_it_times_steps_of_one_document_and_of_given_lengths(capsys, tmp_path):
     assert one["blocks"] == packed["blocks"] == 6
     for result in (one, packed):
         parts = sum(result[name] for name in ("target", "draft", "backward", "optimizer"))
+        assert result["build_s"] >= 0
         assert 0.5 * result["ms"] < parts <= 1.05 * result["ms"]
         assert result["recompilations_after_warmup"] == 0 and 7 < result["base_loss"] < 10  # ln 4096 = 8.3
     assert packed["target_m"] < one["target_m"]
