@@ -17,6 +17,7 @@ from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.feed import Feed
 from dflash_train.method import DraftStep
 from dflash_train.objective.loss import decay
+from dflash_train.target.elsewhere import Elsewhere, current
 from dflash_train.target.hf import HFTarget
 from dflash_train.target.linear import Float8Linear, join_linears, scaled_product, scaled_product_reference
 from dflash_train.target.varlen import enable_varlen
@@ -124,15 +125,18 @@ def test_recorded_reads_equal_compiled_ones_whatever_the_documents_are(eight_bit
     assert recorded._recorder is not None and len(recorded._recorder.graphs) == 2
 
 
-def made(*, read_ahead: bool, steps: int = 4):
-    """A small step on CUDA in bf16 with its feed."""
-    device = torch.device("cuda")
+def made(*, read_ahead: bool, steps: int = 4, place: torch.device | None = None):
+    """A small step on CUDA in bf16 with its feed. place: of the target, where it is not the drafter's."""
+    device = torch.device("cuda", 0)
     spec = toys.toy_spec(block_size=8, head_dim=64, hidden_size=128, intermediate_size=256)
-    model = copy.deepcopy(wide_model(torch.bfloat16))
-    join_linears(model.model.layers, eight_bits=False)
-    assert enable_varlen(model) is None
+    model = copy.deepcopy(wide_model(torch.bfloat16)).to(place or device)
+    with current(place or device):
+        join_linears(model.model.layers, eight_bits=False)
+        assert enable_varlen(model) is None
     target = HFTarget(model, wide_info(), spec.target_layer_ids)
     target.compile(256, record=True)
+    if place is not None:
+        target = Elsewhere(target, device)
     drafter = Drafter(spec)
     initialise(drafter, 0)
     step = DraftStep(drafter.to(device), target, ObjectiveConfig(), dtype=torch.bfloat16)
@@ -163,6 +167,16 @@ def test_reading_ahead_changes_nothing():
         losses.append([float(one_step(engine, feed, n)) for n in range(4)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][0] != losses[0][3]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_recorded_target_on_another_gpu_trains_what_one_beside_the_drafter_does():
+    losses = []
+    for place in (None, torch.device("cuda", 1)):
+        step, engine, feed = made(read_ahead=True, steps=8, place=place)
+        losses.append([float(one_step(engine, feed, n)) for n in range(8)])
+    assert step.target.there._recorder.graphs
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_step_never_waits_for_the_device():
