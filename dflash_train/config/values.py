@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -70,6 +71,13 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
     """Raise ValueError for a number of the command line outside [least, most], as for one that is no number."""
     if not least <= value <= most:
         raise ValueError(f"{option} {value}: must be in [{least:,}, {most:,}]")
+
+
+def require_packages(what: str, names: Iterable[str], remedy: str) -> None:
+    """Raise ValueError, with the remedy, where an optional package is not installed here."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{what} needs {', '.join(missing)}, which is not installed here: {remedy}")
 
 
 def server_root(url: str) -> str:
