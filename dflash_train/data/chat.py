@@ -25,7 +25,7 @@ from dflash_train.config.values import parse_json, trusted
 from dflash_train.data.answers import Chat, Document
 from dflash_train.data.corpus import lengths_of, supervised_of
 from dflash_train.data.read import Kept
-from dflash_train.data.template import Message, NotUsable, Template, render
+from dflash_train.data.template import Message, NotUsable, Template, encode, render
 from dflash_train.data.template import template_hash as template_hash  # callers have it from here
 from dflash_train.data.windows import windows
 from dflash_train.types import Conversation, TokenizedExample
@@ -83,10 +83,10 @@ def serving_template(tokenizer: Any, path: str, revision: str | None) -> Templat
 def prompt_ids(
     messages: list[Message], tokenizer: Any, *, tools: list[Any] | None, kwargs: dict[str, Any]
 ) -> list[int]:
-    """What serving gives the target: ids of the rendered `messages` with the generation prompt."""
+    """What serving gives the target: ids of the rendered `messages` with the generation prompt. Raises NotEncodable."""
     text = render(messages, tokenizer, tools=tools, kwargs=kwargs, generation=True)
     # The template has written every special token already; adding them again would double the BOS.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return encode(text, tokenizer)["input_ids"]
 
 
 def tokenize(
@@ -110,7 +110,7 @@ def tokenize(
     given. `kept` counts: a row without an example is rejected (`truncated`, `template_error`, `no_prompt`,
     `nothing_to_predict`); `cut_at_max_length`, `earlier_reasoning_not_rendered` and the like are notes.
 
-    Raises SpansNotFound, naming template and row, where they cannot be found.
+    Raises SpansNotFound, naming template and row, where they cannot be found, and NotEncodable.
     """
     kept = Kept(kept=1) if kept is None else kept
     if drop_truncated and conversation.finish_reason == "length":

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from dflash_train import __version__
 from dflash_train.data.chat import prompt_ids
-from dflash_train.data.template import TEMPLATE_ERRORS
+from dflash_train.data.template import TEMPLATE_ERRORS, NotEncodable, encode
 from dflash_train.generation.base import Decoded, Request
 from dflash_train.generation.verify import Sampling
 from dflash_train.server.metrics import drafted_tokens
@@ -99,7 +99,12 @@ class Service:
                 raise ApiError(
                     400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
                 ) from None
-        return self.tokenizer(ask.prompt, verbose=False)["input_ids"] if isinstance(ask.prompt, str) else ask.prompt
+        if not isinstance(ask.prompt, str):
+            return ask.prompt
+        try:
+            return encode(ask.prompt, self.tokenizer, add_special_tokens=True)["input_ids"]
+        except NotEncodable as error:
+            raise ApiError(400, f"prompt: {error}", param="prompt") from None
 
     async def answer(self, ask: Ask, reply: Reply, request: Request) -> AsyncIterator[tuple[str, list[int]]]:
         """(text, tokens) as they come into `reply`; the first, empty, once the request is accepted. Frees the slot where nobody listens any more."""

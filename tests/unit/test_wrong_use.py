@@ -282,3 +282,22 @@ def test_a_script_says_at_once_which_package_it_needs(script, words, package, sa
     )
     done = toys.call(main, *words)
     assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_a_row_for_which_the_tokenizer_has_no_token_is_counted_in_training_data_and_held_out_prompts(
+    overfitted, tmp_path, capsys
+):
+    from dflash_train.build import build_stream, heldout_prompts, outline
+
+    def row(text: str) -> dict:
+        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w30 w31 w32"}]}
+
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", [row("w20 zebra"), row("w21")])
+    overrides = [f"data.train=[{data}]", f"data.heldout=[{data}]", f"data.cache_dir={tmp_path}/cache"]
+    for read in (build_stream, heldout_prompts):
+        with pytest.raises(ValueError, match=r"share dropped 0.500(.|\n)*not_encodable(.|\n)*rows.jsonl:1"):
+            read(outline(load_recipe(str(overfitted.recipe), [*overrides, "data.max_dropped=0"])))
+    assert "give its model an unk_token" in capsys.readouterr().out
+    toys.write_jsonl(data, [row("w20 zebra")])
+    with pytest.raises(ValueError, match=r"row .*rows.jsonl:1.*no token for a word"):
+        build_stream(outline(load_recipe(str(overfitted.recipe), overrides)))
