@@ -104,7 +104,7 @@ def outline(recipe: Recipe, *, fresh: bool = True) -> Outline:
 def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | None = None) -> Corpus:
     """Documents of the recipe's sources; prints what was kept and dropped, refuses too large a loss."""
     data, target = o.recipe.data, o.recipe.target
-    template = serving_template(o.tokenizer, o.target_path, target.revision)
+    template = serving_template(o.tokenizer, o.target_path, target.revision, target.trust_remote_code)
     sources = located_sources(entries, what)
     corpus = prepare(sources, template, data, what=what, vocab_size=o.info.vocab_size, limit=limit)
     notes, problems = examine(corpus, data, expected_of(o.recipe, o.target_path, o.tokenizer), what)

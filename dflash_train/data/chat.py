@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from dflash_train.config.schema import ReasoningRows
@@ -63,21 +63,35 @@ def load_tokenizer(
     return tokenizer
 
 
-def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
-    """Tokens at which serving ends an answer: those of the target's generation_config.json (else config.json) and the tokenizer's."""
+def read_stop_ids(path: str, revision: str | None, tokenizer: Any, trust_remote_code: bool = False) -> list[int]:
+    """Tokens at which serving ends an answer: those of the target's generation_config.json (else its config's) and the tokenizer's. The same as
+    `target.hf.stop_ids` of the loaded model."""
     listed: Any = None
-    for name in ("generation_config.json", "config.json"):
-        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if file is not None and listed is None:
-            config = parse_json(Path(file).read_text(encoding="utf-8"))
-            listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    file = cached_file(path, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is not None:
+        listed = parse_json(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+    if listed is None:
+        try:
+            config = AutoConfig.from_pretrained(
+                path, revision=revision, trust_remote_code=trusted(path, trust_remote_code)
+            )
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # a tokenizer alone, whose data is looked into: what trains or decodes has read it before
+            config = None
+        if config is not None and file is None:  # what the model makes of it
+            listed = GenerationConfig.from_model_config(config).eos_token_id
+        if config is not None and listed is None:
+            listed = config.get_text_config().eos_token_id
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})
 
 
-def serving_template(tokenizer: Any, path: str, revision: str | None) -> Template:
+def serving_template(tokenizer: Any, path: str, revision: str | None, trust_remote_code: bool = False) -> Template:
     """The tokenizer's chat template with the tokens at which serving ends the target's answers."""
-    return Template(tokenizer, read_stop_ids(path, revision, tokenizer))
+    return Template(tokenizer, read_stop_ids(path, revision, tokenizer, trust_remote_code))
 
 
 def prompt_ids(
