@@ -20,6 +20,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
+from dflash_train.config.hub import check_place
 from dflash_train.config.schema import ReasoningRows
 from dflash_train.config.values import parse_json, trusted
 from dflash_train.data.answers import Chat, Document
@@ -39,6 +40,7 @@ def load_tokenizer(
     Raises ValueError when there is no chat template, when the file does not exist, or when the tokenizer
     gives no offsets.
     """
+    check_place("target.path", path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trusted(path, trust_remote_code)

@@ -16,6 +16,7 @@ from dflash_train.benchmark import output, workloads
 from dflash_train.benchmark.run import MOST_PROMPTS, Arm, Settings, measure
 from dflash_train.benchmark.stream import Sampling
 from dflash_train.check import check
+from dflash_train.config.hub import check_place
 from dflash_train.config.secrets import scrubbed
 from dflash_train.config.values import check_range, whole_numbers, without_login
 from dflash_train.rollout import traffic, watch
@@ -133,6 +134,9 @@ def main(argv: list[str]) -> int:
     check_range("--num-prompts", args.num_prompts, 1, MOST_PROMPTS)
     concurrency, labels = tuple(whole_numbers(args.concurrency)), watch.read_labels(args.label)
     target = resolve(args.target, "target")
+    check_place("--target", target)
+    if args.rescore is not None:
+        check_place("--rescore", resolve(args.rescore, "target"))
     record = Record(args.output)
     plain, fast = Server.open(args.plain, args.model), None
     try:
