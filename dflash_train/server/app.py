@@ -92,19 +92,21 @@ class Service:
         )
 
     def _prompt_ids(self, ask: Ask, chat: bool) -> list[int]:
-        if chat:
-            try:
-                return prompt_ids(ask.messages, self.tokenizer, tools=None, kwargs=ask.chat_template_kwargs)
-            except (*TEMPLATE_ERRORS, ValueError) as error:
-                raise ApiError(
-                    400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
-                ) from None
-        if not isinstance(ask.prompt, str):
-            return ask.prompt
         try:
-            return encode(ask.prompt, self.tokenizer, add_special_tokens=True)["input_ids"]
+            if chat:
+                return prompt_ids(ask.messages, self.tokenizer, tools=None, kwargs=ask.chat_template_kwargs)
+            if isinstance(ask.prompt, str):
+                return encode(ask.prompt, self.tokenizer, add_special_tokens=True)["input_ids"]
+            return ask.prompt
         except NotEncodable as error:
-            raise ApiError(400, f"prompt: {error}", param="prompt") from None
+            param = "messages" if chat else "prompt"
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+        except (*TEMPLATE_ERRORS, ValueError) as error:
+            if not chat:
+                raise
+            raise ApiError(
+                400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
+            ) from None
 
     async def answer(self, ask: Ask, reply: Reply, request: Request) -> AsyncIterator[tuple[str, list[int]]]:
         """(text, tokens) as they come into `reply`; the first, empty, once the request is accepted. Frees the slot where nobody listens any more."""
