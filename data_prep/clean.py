@@ -64,9 +64,10 @@ def parser() -> argparse.ArgumentParser:
 
 def token_counter(name: str) -> Callable[[str], int]:
     from dflash_train.data.chat import load_tokenizer
+    from dflash_train.data.template import encode
 
     tokenizer = load_tokenizer(name, None, False, None)
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lambda text: len(encode(text, tokenizer)["input_ids"])
 
 
 def main(argv: list[str]) -> int:

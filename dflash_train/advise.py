@@ -24,7 +24,7 @@ from dflash_train import disk
 from dflash_train.benchmark import counters
 from dflash_train.build import open_source
 from dflash_train.config.load import run_command
-from dflash_train.config.values import fits, server_root, whole_numbers
+from dflash_train.config.values import check_range, fits, server_root, whole_numbers
 from dflash_train.folder import read_json
 from dflash_train.generation.base import Request
 from dflash_train.generation.slots import Slots, why_no_slots
@@ -35,6 +35,7 @@ from dflash_train.method import DraftStep
 LEAST = 1.1  # below, speculation is left off: the how-to's rule, and about what a benchmark can tell apart
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 12
+MOST = 1024  # slots of a block, or layers of a drafter: what no engine runs is a slip of the keyboard, and costs its square in time here
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------
@@ -57,6 +58,8 @@ class Acceptance:
     def __post_init__(self) -> None:
         if not self.slots:
             raise ValueError(f"{self.source}: no drafted slot; give figures of a drafter that was decoded with")
+        if len(self.slots) >= MOST:
+            raise ValueError(f"{self.source}: {len(self.slots)} drafted slots; a block has {MOST} slots at most")
         wrong = [a for a in self.slots if not 0 <= a <= 1]
         if wrong:
             raise ValueError(f"{self.source}: a slot accepted in {wrong[0]:g} of the rounds: must be in [0, 1]")
@@ -257,8 +260,10 @@ class Costs:
             raise ValueError(
                 f"{source}: target and drafter must be timed at the same concurrencies, from 1 on, with a block of 2 or more"
             )
-        if self.layers < 1:
-            raise ValueError(f"{source}: {self.layers} draft layers; a drafter has at least 1 (--layers)")
+        if not 1 <= self.layers <= MOST or self.block_size > MOST:
+            raise ValueError(
+                f"{source}: {self.layers} draft layers (--layers) and a block of {self.block_size}: a drafter has 1 to {MOST} layers, and {MOST} slots at most"
+            )
         return self
 
     def plain(self, n: int) -> float:
@@ -595,8 +600,10 @@ def _others(listed: Sequence[str]) -> dict[int, Acceptance]:
     found = {}
     for text in listed:
         layers, _, source = text.partition("=")
-        if not layers.isdecimal() or int(layers) < 1 or not source:
-            raise ValueError(f"--other {text}: must be LAYERS=EVALUATION, as in 5=outputs/deep/evaluation.json")
+        if not layers.isdecimal() or not 1 <= int(layers) <= MOST or not source:
+            raise ValueError(
+                f"--other {text}: must be LAYERS=EVALUATION with 1 to {MOST} layers, as in 5=outputs/deep/evaluation.json"
+            )
         found[int(layers)] = read_acceptance(source)
     return found
 
@@ -661,9 +668,10 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     concurrency = whole_numbers(args.concurrency)
-    if args.block_size is not None and args.block_size < 2:
-        raise ValueError(f"--block-size {args.block_size}: must be at least 2, the anchor and one drafted token")
-    if not args.least > 0:
+    if args.block_size is not None:
+        check_range("--block-size", args.block_size, 2, MOST)  # the anchor and one drafted token
+    check_range("--layers", args.layers, 1, MOST)
+    if not 0 < args.least < math.inf:
         raise ValueError(f"--least {args.least}: must be a speed-up above 0")
     acceptance = read_acceptance(args.acceptance, args.block_size)
     if args.measure:

@@ -27,7 +27,7 @@ from dflash_train.data.prepare import check_token_ids, examine, located_sources,
 from dflash_train.data.provenance import expected_of
 from dflash_train.data.read import Kept, iter_conversations, read_conversations
 from dflash_train.data.stream import RowStream, StreamConfig
-from dflash_train.data.template import TEMPLATE_ERRORS, tokenizer_hash
+from dflash_train.data.template import TEMPLATE_ERRORS, NotEncodable, tokenizer_hash
 from dflash_train.drafter.layers import compiled
 from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.model import Drafter, initialise
@@ -105,7 +105,7 @@ def outline(recipe: Recipe, *, fresh: bool = True) -> Outline:
 def read_examples(o: Outline, entries: list[Any], *, what: str, limit: int | None = None) -> Corpus:
     """Documents of the recipe's sources; prints what was kept and dropped, refuses too large a loss."""
     data, target = o.recipe.data, o.recipe.target
-    template = serving_template(o.tokenizer, o.target_path, target.revision)
+    template = serving_template(o.tokenizer, o.target_path, target.revision, target.trust_remote_code)
     sources = located_sources(entries, what)
     corpus = prepare(sources, template, data, what=what, vocab_size=o.info.vocab_size, limit=limit)
     notes, problems = examine(corpus, data, expected_of(o.recipe, o.target_path, o.tokenizer), what)
@@ -139,6 +139,11 @@ def heldout_prompts(o: Outline) -> list[Prompt]:
                 ids = prompt_ids(messages, o.tokenizer, tools=c.tools, kwargs=kwargs)
             except TEMPLATE_ERRORS:
                 kept.reject("template_error", c.source)
+                continue
+            except NotEncodable as error:
+                if not kept.dropped["not_encodable"]:
+                    say(f"held-out row {c.id} ({c.source}): {error}")
+                kept.reject("not_encodable", c.source)
                 continue
         if not ids:
             kept.reject("empty_prompt", c.source)

@@ -26,6 +26,7 @@ from dflash_train import disk
 from dflash_train.build import SOURCE_HELP, Outline, open_drafter
 from dflash_train.card import CardFacts, gguf_card, model_card, serving, target_record, walk_tau
 from dflash_train.check import check
+from dflash_train.config.hub import check_place
 from dflash_train.config.load import CheckFailed, parse, parser, run_command
 from dflash_train.config.values import fits
 from dflash_train.data.certificate import CERTIFICATE, read_certificate
@@ -229,6 +230,7 @@ def _write_tokenizer(folder: Path, source: str | Path | None, revision: str | No
         from transformers import AutoTokenizer
 
         try:
+            check_place("target", str(source))
             AutoTokenizer.from_pretrained(str(source), revision=revision).save_pretrained(folder)
         except (OSError, ValueError) as error:  # the target's folder or the network is gone since training began
             reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from dflash_train.config.hub import hub_name, unreachable
 from dflash_train.data.files import locate
 from dflash_train.data.rows import read_lines
 
@@ -170,7 +171,7 @@ def card_licence(path: str, *, data: bool = False) -> str | None:
     """The licence on the card of a model or (data) a data set: README.md of a local folder, else the Hub's; None where neither says one."""
     if Path(path).is_dir():
         return _named(front_matter(Path(path) / "README.md"))
-    if Path(path).is_absolute() or path.startswith("."):
+    if not hub_name(path) or unreachable(path, data=data):
         return None
     from huggingface_hub import DatasetCard, ModelCard
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError

@@ -17,6 +17,7 @@ import torch.distributed as dist
 PATIENCE = timedelta(days=7)
 
 _store: dist.Store | None = None  # where ranks leave notes for each other, outside any collective
+_kept: dist.Store | None = None  # where they leave them for those that torchrun starts after them
 _host_group: dist.ProcessGroup | None = None  # for what the host decides: a GPU's queue need not be waited for
 _watch: _Watch | None = None
 _on_loss: Callable[[str], None] | None = None
@@ -37,11 +38,12 @@ def start(timeout_minutes: float, *, group: bool = False) -> torch.device:
         torch.cuda.set_device(device)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if (several or group) and not dist.is_initialized():
-        global _store, _host_group
+        global _store, _kept, _host_group
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = dist.HashStore(), 0, 1
         if several:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            _kept = store if _agent_keeps_it() else None
             # torchrun keeps its store when it starts the ranks again: what those before them wrote there, addresses too, must not be read.
             store = dist.PrefixStore(f"attempt-{restarts()}", store)
         dist.init_process_group(
@@ -152,6 +154,33 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 def restarts() -> int:
     """How often torchrun has started this job again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def begin(what: str) -> None:
+    """Note that this job has begun something, for `goes_on` of the ranks that torchrun may start after these."""
+    if (store := _kept_store()) is not None:
+        store.set(f"begun/{what}", "")
+
+
+def goes_on(what: str) -> bool:
+    """Whether torchrun has started this job again after it had begun this: a start that was refused has begun nothing. Where torchrun keeps no store
+    that could tell, every job that is started again goes on."""
+    if not restarts():
+        return False
+    store = _kept_store()
+    return store is None or store.check([f"begun/{what}"])
+
+
+def _agent_keeps_it() -> bool:
+    """Whether the store is that of torchrun, which lives as long as the job, and not rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _kept_store() -> dist.Store | None:
+    global _kept
+    if _kept is None and _agent_keeps_it() and os.environ.get("WORLD_SIZE") == "1":  # one process has joined nobody
+        _kept = next(dist.rendezvous("env://", timeout=timedelta(minutes=1)))[0]
+    return _kept
 
 
 def any_rank(flag: bool) -> bool:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dflash_train import stop
 from dflash_train.config.schema import Api, Recipe
 from dflash_train.config.schema import Backend as BackendName
+from dflash_train.data.template import NotEncodable
 from dflash_train.generation.base import Answer, Backend
 from dflash_train.generation.conversation import Work, accept, advance, next_request, size
 from dflash_train.generation.job import Job, open_job
@@ -171,7 +172,10 @@ class Run:
             work.error = f"tool_call_in_text: the server returned a call of {called} as plain text; {TOOL_PARSER}"
             work.rest = []
             return
-        accept(work, answer, job.tokenizer, self.notes)
+        try:
+            accept(work, answer, job.tokenizer, self.notes)
+        except NotEncodable as error:
+            work.error, work.rest = f"not_encodable: the answer of {work.conversation.id}: {error}", []
 
     def call_without_parser(self, job: Job, work: Work, answer: Answer) -> str | None:
         """The function that an answer calls in its text although the server should have told calls apart; the recorded results would
@@ -208,6 +212,8 @@ class Run:
             rows.flush()
             self.new.add(row)
         else:
+            if not self.failed:
+                print(f"first failure: {work.error}", file=sys.stderr, flush=True)
             self.failed += 1
             failure = {"id": work.conversation.id, "reason": work.error, "tries": work.tries}
             if work.status is not None:

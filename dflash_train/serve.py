@@ -7,7 +7,6 @@ same with and without.
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from dflash_train import assets, ranks
 from dflash_train.build import open_source
 from dflash_train.config.load import CheckFailed, load_recipe, parse, parser, require, run_command
 from dflash_train.config.schema import Precision, Recipe
+from dflash_train.config.values import require_packages
 from dflash_train.data.chat import load_tokenizer
 from dflash_train.generation.slots import Slots, cache_bytes_per_token, slots_that_fit, why_no_slots
 from dflash_train.generation.speculative import SpeculativeSlots
@@ -193,9 +193,7 @@ def api_key(variable: str | None) -> str | None:
 
 def serve(args: Namespace) -> int:
     """Load, listen, and answer until a signal comes; then finish what was begun."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}: pip install 'dflash-train[serve]'")
+    require_packages("the server", NEEDED, "pip install 'dflash-train[serve]'")
     key, bound = api_key(args.api_key_env), listen(args.host, args.port)
     # Between two steps the decoding thread has to get hold of the interpreter from the thread that answers clients, while the GPU waits.
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -127,8 +127,9 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
     check_folder(folder)
     store = folder / "checkpoints"
     begun = store.exists()
-    # torchrun --max-restarts begins a command again to have it continued.
-    resume = recipe.train.resume or ranks.restarts() > 0
+    # torchrun --max-restarts begins a command again to have it continued, also one that was refused because another run's checkpoints lay there.
+    launch = str(store.absolute())
+    resume = recipe.train.resume or ranks.is_rank0() and ranks.goes_on(launch)
     saved = ranks.broadcast_object(find_checkpoint(store, resume, held) if ranks.is_rank0() else None)
     check_output(export_folder(recipe))
     if recipe.data.certificate:
@@ -192,6 +193,7 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             held.enter_context(hold(store))
             if checkpoints(store):
                 raise ValueError(f"output_dir = {folder}: another run trained there just now; choose another folder")
+        ranks.begin(launch)
         writer = Writer(store, recipe.train.keep_checkpoints)
         writer.prune()
         held.callback(writer.close)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,11 @@ import torch
 from bench_step import PRESETS
 
 from dflash_train.clock import Clock
+from dflash_train.config.load import run_command
+from dflash_train.config.values import require_packages
+
+NEEDED = ("nemo_automodel", "datasets", "dill", "multiprocess", "torchao", "torchdata")
+INSTALL = "pip install 'dflash-train[nemo]' torchao torchdata"
 
 READ = (
     "accept_len_sum", "valid_blocks", "valid_tokens", "base_loss", "selector_loss", "base_correct_tokens", "base_accept_len_sum",
@@ -114,6 +118,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--label", default="")
     parser.add_argument("--json", help="file to append the JSON line to")
     args = parser.parse_args(argv)
+    require_packages("NeMo's step", NEEDED, INSTALL)
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
     began = time.perf_counter()
@@ -176,4 +181,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    run_command(main)

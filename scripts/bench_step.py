@@ -25,8 +25,9 @@ from dflash_train import flops, ranks
 from dflash_train.build import Outline, step_over
 from dflash_train.checkpoint import TrainState
 from dflash_train.clock import Clock
-from dflash_train.config.load import load_recipe
+from dflash_train.config.load import load_recipe, run_command
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import require_packages
 from dflash_train.data.stream import RowStream, StreamConfig
 from dflash_train.drafter.spec import resolve_spec
 from dflash_train.engine.build import build_engine
@@ -344,6 +345,10 @@ def one(argv: list[str]) -> None:
     )
     parser.add_argument("overrides", nargs="*", help="key=value of a recipe")
     args = parser.parse_intermixed_args(argv)
+    if args.rival:  # before ours is timed
+        from bench_nemo_step import INSTALL, NEEDED
+
+        require_packages("--rival", NEEDED, INSTALL)
     HFTarget.TOGETHER = args.together
     mask = (args.vocab or PRESETS[args.preset][6]) - 1
     recipe = load_recipe(
@@ -399,4 +404,4 @@ def compared(ours: dict[str, Any], theirs: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    run_command(main)

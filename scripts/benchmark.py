@@ -120,9 +120,10 @@ def counter(path: str | None) -> Callable[[str], int] | None:
     if path is None:
         return None
     from dflash_train.data.chat import load_tokenizer
+    from dflash_train.data.template import encode
 
     tokenizer = load_tokenizer(path, None, False)
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    return lambda text: len(encode(text, tokenizer)["input_ids"])
 
 
 def _writable(option: str, path: Path | None) -> None:

@@ -39,8 +39,10 @@ from dflash_train import assets, train
 from dflash_train.acceptance import Tau
 from dflash_train.build import Outline, build_step, build_stream, heldout_examples, heldout_prompts, outline, stop_ids
 from dflash_train.card import CardFacts
+from dflash_train.client import INSTALL
 from dflash_train.config.load import load_recipe, run_command
 from dflash_train.config.schema import Recipe
+from dflash_train.config.values import require_packages
 from dflash_train.drafter.spec import DrafterSpec
 from dflash_train.engine.torch import TorchEngine
 from dflash_train.export import write_export
@@ -487,6 +489,8 @@ def main(argv: list[str]) -> int:
     args = commands.parse_intermixed_args(argv)
     if min(args.seconds, args.threads, args.nemo_lr, args.nemo_batch, args.decoded_prompts) <= 0:
         raise ValueError("command line: every number must be positive")
+    require_packages("the comparison", ["nemo_automodel"], "pip install 'dflash-train[nemo]'")
+    require_packages("the comparison", ["dflash"], INSTALL)
     disable_progress_bar()
     recipe = load_recipe("demo", ["output_dir=outputs/compare_nemo", "track.progress=false", *args.overrides])
     recipe.engine.threads = args.threads

@@ -27,6 +27,7 @@ from fetch_llama_cpp import CONVERTER, fetch
 
 from dflash_train.assets import resolve
 from dflash_train.check import ALL, check
+from dflash_train.config.hub import check_place
 from dflash_train.config.load import CheckFailed, parse, run_command
 from dflash_train.drafter.spec import SLIDING, DrafterSpec
 from dflash_train.folder import load_drafter_folder
@@ -318,6 +319,7 @@ def local_target(path: str, *, weights: bool) -> Path:
     path = resolve(path, "target")
     if Path(path).is_dir():
         return Path(path)
+    check_place("--target", path)
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, allow_patterns=None if weights else ["*.json", "*.model", "*.jinja", "*.txt"]))

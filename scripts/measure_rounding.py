@@ -17,6 +17,7 @@ from torch import nn
 from dflash_train.acceptance import Tau, pooled
 from dflash_train.build import SOURCE_HELP, open_source
 from dflash_train.config.load import parse, parser, run_command
+from dflash_train.config.values import require_packages
 from dflash_train.evaluate import decode_prompts
 
 
@@ -49,6 +50,7 @@ def rounded(drafter: nn.Module, config: Any) -> dict[str, torch.Tensor]:
 def main(argv: list[str]) -> None:
     commands = parser("python scripts/measure_rounding.py", __doc__.splitlines()[0], source=SOURCE_HELP)
     args = parse(commands, argv)
+    require_packages("rounding", ["torchao"], "pip install torchao")
     run = open_source(args.source, args.config, args.overrides)
     drafter, prompts = run.step.drafter, run.heldout_prompts()
     drafter.load_state_dict({name: t.to(torch.bfloat16).to(t.dtype) for name, t in drafter.state_dict().items()})

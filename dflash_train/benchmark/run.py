@@ -21,10 +21,11 @@ from dflash_train.benchmark import counters
 from dflash_train.benchmark.figures import FORMAT, compare_arms, of_arm
 from dflash_train.benchmark.stream import Record, Sampling, ServerGone, Target, ask
 from dflash_train.benchmark.workloads import Prompt, digest, select
-from dflash_train.config.values import is_address, parse_json, printable, server_root, without_login
+from dflash_train.config.values import check_range, is_address, parse_json, printable, server_root, without_login
 from dflash_train.generation.openai import CONNECT_SECONDS, LANE, Lanes, named
 
 WARM_UP_TOKENS = 64
+MOST_PROMPTS, MOST_SECONDS = 10**6, 7 * 86400.0  # all prompts and what is kept of each request are in memory
 BUSY = 0.7  # share of one core; above, events wait to be read
 KEY_ENV = "OPENAI_API_KEY"
 
@@ -73,19 +74,24 @@ class Settings:
             raise ValueError(
                 f"--concurrency {' '.join(map(str, self.concurrency))}: give different numbers from 1 on, such as 1 8 32 64"
             )
+        check_range("--num-prompts", self.num_prompts, 1, MOST_PROMPTS)
         if self.num_prompts < max(self.concurrency):
             raise ValueError(
                 f"--num-prompts {self.num_prompts}: there cannot be {max(self.concurrency)} requests in flight; give at least that many, "
                 "better four times as many"
             )
-        if self.parts < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf or (self.warm_up or 0) < 0:
-            raise ValueError("--parts counts from 1, --retries and --warmup from 0, and --timeout-s is above 0")
-        if self.seed < 0:
-            raise ValueError(f"--seed {self.seed}: must be at least 0")
+        check_range("--parts", self.parts, 1, MOST_PROMPTS)
+        check_range("--retries", self.retries, 0, 1000)
+        check_range("--warmup", self.warm_up or 0, 0, MOST_PROMPTS)
+        check_range("--seed", self.seed, 0, 2**63 - 1)
+        if not 0 < self.timeout_s <= MOST_SECONDS:
+            raise ValueError(f"--timeout-s {self.timeout_s:g}: must be above 0 and at most {MOST_SECONDS:g}, a week")
         s = self.sampling
-        if s.max_new_tokens < 1 or not 0 <= s.temperature < math.inf or not 0 < s.top_p <= 1 or s.top_k < 0:
+        check_range("--max-new-tokens", s.max_new_tokens, 1, 2**31 - 1)
+        check_range("--top-k", s.top_k, 0, 2**31 - 1)
+        if not 0 <= s.temperature < math.inf or not 0 < s.top_p <= 1:
             raise ValueError(
-                f"sampling {asdict(s)}: max_new_tokens is at least 1, temperature and top_k at least 0, top_p above 0 and at most 1"
+                f"--temperature {s.temperature} --top-p {s.top_p}: temperature is at least 0, top_p above 0 and at most 1"
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 
 # Characters that command a terminal, or turn the direction of writing, and halves of characters, which nothing prints.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+MOST_IN_FLIGHT = 2**16  # a client has no more ports towards one server
 
 # What transformers' apply_chat_template takes itself: among the arguments of a template these would replace the template, or what is
 # asked of it.
@@ -53,15 +56,28 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def whole_numbers(words: Iterable[str]) -> list[int]:
-    """Whole numbers from 1 on, rising, of the words of an option: `1 8 32` or `1,8,32`. Raises ValueError."""
+    """Requests in flight, rising, of the words of an option: `1 8 32` or `1,8,32`. Raises ValueError."""
     text = " ".join(words)
     try:
         found = sorted({int(part) for part in text.replace(",", " ").split()})
     except ValueError:
         found = []
-    if not found or found[0] < 1:
-        raise ValueError(f"{text}: must be whole numbers from 1 on, as in 1 8 32 or 1,8,32")
+    if not found or found[0] < 1 or found[-1] > MOST_IN_FLIGHT:
+        raise ValueError(f"{text}: must be whole numbers from 1 to {MOST_IN_FLIGHT:,}, as in 1 8 32 or 1,8,32")
     return found
+
+
+def check_range(option: str, value: float, least: float, most: float) -> None:
+    """Raise ValueError for a number of the command line outside [least, most], as for one that is no number."""
+    if not least <= value <= most:
+        raise ValueError(f"{option} {value}: must be in [{least:,}, {most:,}]")
+
+
+def require_packages(what: str, names: Iterable[str], remedy: str) -> None:
+    """Raise ValueError, with the remedy, where an optional package is not installed here."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{what} needs {', '.join(missing)}, which is not installed here: {remedy}")
 
 
 def server_root(url: str) -> str:

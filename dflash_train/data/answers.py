@@ -18,6 +18,7 @@ from dflash_train.data.template import (
     Message,
     NotUsable,
     Template,
+    encode,
     reasoning_of,
     template_hash,
     unused_characters,
@@ -412,7 +413,7 @@ class Chat:
         """Tokens of an answer with what stands before it, up to where it was cut off (no turn end is supervised then)."""
         cut = turn == self.cut
         text = answer.text[: answer.text_end] if cut else answer.text
-        encoded = self.template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = encode(text, self.template.tokenizer, return_offsets_mapping=True)
         offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
         ids = np.array(encoded["input_ids"])
         return Document(name, ids, mask_of(text, offsets, spans), "length" if cut else "stop")

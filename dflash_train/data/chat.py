@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
+from dflash_train.config.hub import check_place
 from dflash_train.config.schema import ReasoningRows
 from dflash_train.config.values import parse_json, trusted
 from dflash_train.data.answers import Chat, Document
 from dflash_train.data.corpus import lengths_of, supervised_of
 from dflash_train.data.read import Kept
-from dflash_train.data.template import Message, NotUsable, Template, render
+from dflash_train.data.template import Message, NotUsable, Template, encode, render
 from dflash_train.data.template import template_hash as template_hash  # callers have it from here
 from dflash_train.data.windows import windows
 from dflash_train.types import Conversation, TokenizedExample
@@ -39,6 +40,7 @@ def load_tokenizer(
     Raises ValueError when there is no chat template, when the file does not exist, or when the tokenizer
     gives no offsets.
     """
+    check_place("target.path", path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trusted(path, trust_remote_code)
@@ -63,30 +65,44 @@ def load_tokenizer(
     return tokenizer
 
 
-def read_stop_ids(path: str, revision: str | None, tokenizer: Any) -> list[int]:
-    """Tokens at which serving ends an answer: those of the target's generation_config.json (else config.json) and the tokenizer's."""
+def read_stop_ids(path: str, revision: str | None, tokenizer: Any, trust_remote_code: bool = False) -> list[int]:
+    """Tokens at which serving ends an answer: those of the target's generation_config.json (else its config's) and the tokenizer's. The same as
+    `target.hf.stop_ids` of the loaded model."""
     listed: Any = None
-    for name in ("generation_config.json", "config.json"):
-        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if file is not None and listed is None:
-            config = parse_json(Path(file).read_text(encoding="utf-8"))
-            listed = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    file = cached_file(path, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is not None:
+        listed = parse_json(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+    if listed is None:
+        try:
+            config = AutoConfig.from_pretrained(
+                path, revision=revision, trust_remote_code=trusted(path, trust_remote_code)
+            )
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # a tokenizer alone, whose data is looked into: what trains or decodes has read it before
+            config = None
+        if config is not None and file is None:  # what the model makes of it
+            listed = GenerationConfig.from_model_config(config).eos_token_id
+        if config is not None and listed is None:
+            listed = config.get_text_config().eos_token_id
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return sorted({*([] if listed is None else [listed] if isinstance(listed, int) else listed), *own})
 
 
-def serving_template(tokenizer: Any, path: str, revision: str | None) -> Template:
+def serving_template(tokenizer: Any, path: str, revision: str | None, trust_remote_code: bool = False) -> Template:
     """The tokenizer's chat template with the tokens at which serving ends the target's answers."""
-    return Template(tokenizer, read_stop_ids(path, revision, tokenizer))
+    return Template(tokenizer, read_stop_ids(path, revision, tokenizer, trust_remote_code))
 
 
 def prompt_ids(
     messages: list[Message], tokenizer: Any, *, tools: list[Any] | None, kwargs: dict[str, Any]
 ) -> list[int]:
-    """What serving gives the target: ids of the rendered `messages` with the generation prompt."""
+    """What serving gives the target: ids of the rendered `messages` with the generation prompt. Raises NotEncodable."""
     text = render(messages, tokenizer, tools=tools, kwargs=kwargs, generation=True)
     # The template has written every special token already; adding them again would double the BOS.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return encode(text, tokenizer)["input_ids"]
 
 
 def tokenize(
@@ -110,7 +126,7 @@ def tokenize(
     given. `kept` counts: a row without an example is rejected (`truncated`, `template_error`, `no_prompt`,
     `nothing_to_predict`); `cut_at_max_length`, `earlier_reasoning_not_rendered` and the like are notes.
 
-    Raises SpansNotFound, naming template and row, where they cannot be found.
+    Raises SpansNotFound, naming template and row, where they cannot be found, and NotEncodable.
     """
     kept = Kept(kept=1) if kept is None else kept
     if drop_truncated and conversation.finish_reason == "length":

@@ -7,6 +7,7 @@ inputs: the first decides, the second copies. Memory grows by less than 1 kB a r
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zlib
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from dflash_train.config.values import check_range
 from dflash_train.data.layouts import BadRow
 from dflash_train.data.near_duplicates import SHINGLE, NearDuplicates
 from dflash_train.data.rows import (
@@ -35,6 +37,7 @@ from dflash_train.data.rows import (
 )
 
 EXAMPLES = 5
+MOST_LENGTH = 10**9  # characters or tokens of a prompt or an answer
 # A run of words that stands in more held-out prompts than this is their template, not their content.
 TEMPLATE_PROMPTS = 10
 # Below these lengths a text repeats itself, or compresses, by chance.
@@ -67,16 +70,16 @@ class CleanSettings:
     def __post_init__(self) -> None:
         for side in ("prompt", "answer"):
             low, high = getattr(self, f"min_{side}"), getattr(self, f"max_{side}")
+            check_range(f"min_{side}", low or 0, 0, MOST_LENGTH)
+            check_range(f"max_{side}", 1 if high is None else high, 1, MOST_LENGTH)
             if low is not None and high is not None and low > high:
                 raise ValueError(f"min_{side} {low} > max_{side} {high}: no row could pass; swap them")
         if self.max_repetition is not None and not 0 < self.max_repetition <= 1:
             raise ValueError(f"max_repetition {self.max_repetition} is not in (0, 1]; it is a share of the answer")
-        if self.max_compression is not None and self.max_compression <= 1:
+        if self.max_compression is not None and not 1 < self.max_compression < math.inf:
             raise ValueError(
-                f"max_compression {self.max_compression} must be above 1; text alone compresses 2 to 4 times"
+                f"max_compression {self.max_compression} must be above 1, and finite; text alone compresses 2 to 4 times"
             )
-        if self.overlap < 5:
-            raise ValueError(f"overlap {self.overlap} < 5 words: everyday phrases would match; choose 8 to 13")
 
 
 @dataclass(kw_only=True)
@@ -126,6 +129,10 @@ class HeldOut:
     """
 
     def __init__(self, size: int) -> None:
+        if not 5 <= size <= 100:
+            raise ValueError(
+                f"overlap {size}: must be 5 to 100 words; everyday phrases match in fewer, and next to nothing in more: choose 8 to 13"
+            )
         self.size = size
         self.places: list[str] = []
         self._content = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -337,6 +344,7 @@ def clean(
     `against` are held-out files whose prompts must not be trained on. Raises ValueError, and writes nothing, when more
     than the share `max_dropped` would go or when an input changes while it is read.
     """
+    check_range("max_dropped", max_dropped, 0, 1)
     check_output(output, [*inputs, *against])
     cleaner = Cleaner(settings, read_heldout(against, settings.overlap), measure)
     first = _Digest(inputs)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_train.config.hub import check_place, hub_name
+
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
 DATA_FILES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 # What the commands here write beside data: about it, not of it.
@@ -72,8 +74,8 @@ def locate(entry: str | Path) -> Located:
             return Located(entry=text, kind="disk", files=files, name=str(at), split=split or None)
         if at == path:
             return Located(entry=text, kind="files", files=_listing(path))
-    if HUB_ID.fullmatch(text) and path.suffix not in NAMES_OF_FILES:
-        name, _, split = text.partition(":")
+    name, _, split = text.partition(":")
+    if HUB_ID.fullmatch(text) and hub_name(name) and path.suffix not in NAMES_OF_FILES:
         return Located(entry=text, kind="hub", files=[], name=name, split=split or "train")
     raise ValueError(f"data file {entry} does not exist; correct the path, or write the file first (regeneration does)")
 
@@ -161,6 +163,8 @@ def _dataset(located: Located) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
+    if located.kind == "hub":
+        check_place("data set", located.name, data=True)
     try:
         if located.kind == "hub":
             return load_dataset(located.name, split=located.split)

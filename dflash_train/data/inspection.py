@@ -118,7 +118,7 @@ def look(recipe: Recipe, info: TargetInfo | None = None) -> Inspection:
     data = recipe.data
     target = resolve(recipe.target.path, "target")
     tokenizer = load_tokenizer(target, recipe.target.revision, recipe.target.trust_remote_code, data.chat_template)
-    template = serving_template(tokenizer, target, recipe.target.revision)
+    template = serving_template(tokenizer, target, recipe.target.revision, recipe.target.trust_remote_code)
     sources = located_sources(data.train, "train")
     vocab_size = None if info is None else info.vocab_size
     corpus = prepare(sources, template, data, what="train", vocab_size=vocab_size, limit=data.limit)

@@ -37,7 +37,7 @@ from dflash_train.data.corpus import Corpus, CorpusWriter, Damaged
 from dflash_train.data.files import Located, content_hash, locate, signature
 from dflash_train.data.provenance import Expected, compare_provenance, origin_of
 from dflash_train.data.read import Kept, iter_conversations
-from dflash_train.data.template import Template, template_hash, tokenizer_hash
+from dflash_train.data.template import NotEncodable, Template, template_hash, tokenizer_hash
 from dflash_train.data.workers import spread
 from dflash_train.types import Conversation, TokenizedExample
 
@@ -171,7 +171,7 @@ def examine(corpus: Corpus, data: DataConfig, expected: Expected, what: str) -> 
 
 @dataclass(kw_only=True)
 class _Done:
-    """What a chunk of rows became. kept: rejections and notes alone; error: why the first row without spans has none."""
+    """What a chunk of rows became. kept: rejections and notes alone; error: why the first row without documents has none."""
 
     examples: list[TokenizedExample] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -180,7 +180,7 @@ class _Done:
 
 
 def tokenize_chunk(chunk: list[tuple[int, Conversation]], template: Template, options: dict[str, Any]) -> _Done:
-    """Documents of (source number, conversation) pairs. A row whose spans cannot be found is rejected."""
+    """Documents of (source number, conversation) pairs. A row whose spans cannot be found, or that has no tokens, is rejected."""
     done = _Done()
     for number, conversation in chunk:
         try:
@@ -188,6 +188,10 @@ def tokenize_chunk(chunk: list[tuple[int, Conversation]], template: Template, op
         except SpansNotFound as error:
             done.kept.reject("spans_not_found", conversation.source)
             done.error = done.error or str(error)
+            continue
+        except NotEncodable as error:
+            done.kept.reject("not_encodable", conversation.source)
+            done.error = done.error or f"row {conversation.id} ({conversation.source}): {error}"
             continue
         done.examples += found
         done.sources += [number] * len(found)

@@ -27,7 +27,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from dflash_train.config.values import check_keys, fits, nearest
+from dflash_train.config.values import check_keys, check_range, fits, nearest
 from dflash_train.data.clean import HeldOut, read_heldout
 from dflash_train.data.files import file_hash, without_nulls
 from dflash_train.data.layouts import BadRow, find_messages
@@ -42,6 +42,7 @@ from dflash_train.data.rows import (
     write_json,
 )
 
+MOST_ROWS = 10**9
 MIXTURES = Path(__file__).resolve().parent.parent / "assets" / "mixtures"
 BENCHMARKS = MIXTURES / "benchmarks.yaml"
 # Licences that let the prompts be used and passed on for any purpose with at most attribution.
@@ -395,6 +396,8 @@ class Patience:
     """How often and how long to wait for the network: `retries` times, `wait`, 2 `wait`, 4 `wait` ... seconds."""
 
     def __init__(self, retries: int = 5, wait: float = 2.0, say: Callable[[str], None] = lambda text: None) -> None:
+        check_range("retries", retries, 0, 16)  # the last of them waits 2**15 times as long as the first
+        check_range("retry wait in seconds", wait, 0, 600)
         self.retries, self.wait, self.say = retries, wait, say
 
     def pause(self, failures: int, what: str, error: BaseException) -> None:
@@ -568,8 +571,9 @@ def build(
     skip = list(skip)
     _known(skip, [b.name for b in benchmarks], "--skip-benchmark")
     rows = mixture.rows if rows is None else rows
-    if rows < 1:
-        raise ValueError(f"rows {rows} < 1: nothing to take")
+    check_range("rows", rows, 1, MOST_ROWS)
+    check_range("seed", seed, 0, 2**63 - 1)
+    check_range("buffer", buffer, 1, MOST_ROWS)
     asked = shares(mixture, rows)
     parts = output.with_name(output.name + ".parts")
     with atomic_file(output) as stream:  # from the first moment, so that two runs do not share the parts

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dflash_train.config.values import parse_json
+from dflash_train.config.values import check_range, parse_json
 from dflash_train.data.layouts import BadRow
 from dflash_train.data.read import Kept
 from dflash_train.data.rows import atomic_file, check_output, normalise, parse_row, read_lines, text_hash, write_json
@@ -86,6 +86,7 @@ def split(
             raise ValueError(
                 f"held-out share {name}={share} is not between 0 and 1; 0.02 holds out two prompts of a hundred"
             )
+    check_range("max_dropped", max_dropped, 0, 1)
     if per_domain is not None and per_domain < 1:
         raise ValueError(f"held-out prompts per domain {per_domain} < 1; leave the cap out or give 1 or more")
     if suffix not in SUFFIXES:

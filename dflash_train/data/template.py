@@ -35,6 +35,23 @@ def render(
     )
 
 
+class NotEncodable(ValueError):
+    """A text with a word for which the tokenizer has no token, not even one for unknown words."""
+
+
+def encode(text: str, tokenizer: Any, *, add_special_tokens: bool = False, **options: Any) -> Any:
+    """The tokenizer's encoding of a text in which a template has written every special token. Raises NotEncodable."""
+    try:
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options)
+    except Exception as error:
+        if type(error) is not Exception:  # the library has no narrower one for what its models refuse
+            raise
+        raise NotEncodable(
+            f"the tokenizer {tokenizer.name_or_path} has no token for a word in it, and none for unknown words ({error}); leave such rows out, "
+            "or give its model an unk_token in tokenizer.json"
+        ) from None
+
+
 def template_hash(tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> str:
     """16 hex digits that change with the template's text or its arguments."""
     text = json.dumps([tokenizer.chat_template, chat_template_kwargs], sort_keys=True)

@@ -12,6 +12,7 @@ import jinja2
 from dflash_train.config.mixture import Setting
 from dflash_train.config.schema import RegenerateConfig
 from dflash_train.data.chat import prompt_ids
+from dflash_train.data.template import NotEncodable, encode
 from dflash_train.generation.base import Answer, Request
 from dflash_train.generation.provenance import row_seed
 from dflash_train.generation.tool_calls import (
@@ -87,6 +88,9 @@ def advance(work: Work, tokenizer: Any, max_length: int, notes: Counter[str]) ->
     except (jinja2.TemplateError, TypeError) as error:
         work.error = f"template_error: {error}"
         return False
+    except NotEncodable as error:
+        work.error = f"not_encodable: prompt {work.conversation.id} ({work.conversation.source}): {error}"
+        return False
     if len(work.prompt) < max_length:
         return True
     if work.turns:
@@ -116,7 +120,8 @@ def next_request(work: Work, config: RegenerateConfig) -> Request:
 
 
 def accept(work: Work, answer: Answer, tokenizer: Any, notes: Counter[str]) -> None:
-    """Take an answer in place of the recorded one. The conversation ends where going on would be off-policy; `work.rest` is then empty."""
+    """Take an answer in place of the recorded one. The conversation ends where going on would be off-policy; `work.rest` is then empty.
+    Raises NotEncodable where the tokens of an answer must be counted here, and cannot."""
     message = as_message(answer.message)
     work.messages.append(message)
     work.turns.append(
@@ -162,7 +167,7 @@ def _tokens(answer: Answer, message: Message, tokenizer: Any) -> int:
         return answer.completion_tokens
     calls = [call.get("function", call) for call in message.get("tool_calls", [])]
     text = message.get("reasoning_content", "") + message["content"] + "".join(json.dumps(call) for call in calls)
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return len(encode(text, tokenizer)["input_ids"])
 
 
 def finished_row(work: Work, generator: dict[str, Any]) -> dict[str, Any]:

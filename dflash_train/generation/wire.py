@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_train.data.template import NotEncodable, encode
 from dflash_train.generation.base import Answer, Request
 
 # A field that a server may not know and that does not change what it is asked for: extra output, or a neutral value that only stands
@@ -201,8 +203,9 @@ def _prompt_ids(data: dict[str, Any], choice: dict[str, Any], tokenizer: Any) ->
     verbose = _mapping(data, "__verbose")
     if not ids and tokenizer is not None and isinstance(prompt := verbose.get("prompt"), str) and _is_unicode(prompt):
         # As many tokens as llama.cpp counted are the same tokens.
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
-        ids = ids if len(ids) == verbose.get("tokens_evaluated") else None
+        with suppress(NotEncodable):
+            ids = encode(prompt, tokenizer)["input_ids"]
+            ids = ids if len(ids) == verbose.get("tokens_evaluated") else None
     return ids or None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dflash_train.config.hub import hub_name
 from dflash_train.config.values import nearest
 from dflash_train.drafter.spec import FULL, SLIDING, DrafterSpec, default_target_layer_ids, from_hf_config
 from dflash_train.folder import PLACES, config_faults, public_name, read_config, read_headers, tensor_faults
@@ -177,7 +178,7 @@ def _locate(source: str, revision: str | None) -> tuple[Path, str | None]:
             if (place / "config.json").is_file():
                 return place, None
         raise ValueError(f"drafter.init_from = {source}: the folder has no config.json, also not in model/consolidated")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+    if "/" not in source or not hub_name(source):
         raise ValueError(f"drafter.init_from = {source}: no such folder, and no Hub id (owner/name)")
     folder = _download(source, revision, ["*.json", "README.md", "mask_embedding.pt"])
     return folder, folder.name  # the cache names a snapshot after its commit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from dflash_train import disk
 from dflash_train.advise import LEAST
 from dflash_train.assets import public_name, resolve
 from dflash_train.benchmark import output, workloads
-from dflash_train.benchmark.run import Arm, Settings, measure
+from dflash_train.benchmark.run import MOST_PROMPTS, Arm, Settings, measure
 from dflash_train.benchmark.stream import Sampling
 from dflash_train.check import check
+from dflash_train.config.hub import check_place
 from dflash_train.config.secrets import scrubbed
-from dflash_train.config.values import whole_numbers, without_login
+from dflash_train.config.values import check_range, whole_numbers, without_login
 from dflash_train.rollout import traffic, watch
 from dflash_train.rollout.greedy import BOUNDS, greedy_step, local_rescore, read_prompts
 from dflash_train.rollout.pair import (
@@ -125,12 +127,16 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0 go, 1 no-go, 2 where something was asked wrongly or a server does not answer."""
     args = arguments().parse_args(argv)
-    if not args.least > 0:
+    if not 0 < args.least < math.inf:
         raise ValueError(f"--least {args.least}: must be a speed-up above 0")
-    if args.near_tie is not None and not args.near_tie >= 0:
+    if args.near_tie is not None and not 0 <= args.near_tie < math.inf:
         raise ValueError(f"--near-tie {args.near_tie}: must be a gap in nats, at least 0")
+    check_range("--num-prompts", args.num_prompts, 1, MOST_PROMPTS)
     concurrency, labels = tuple(whole_numbers(args.concurrency)), watch.read_labels(args.label)
     target = resolve(args.target, "target")
+    check_place("--target", target)
+    if args.rescore is not None:
+        check_place("--rescore", resolve(args.rescore, "target"))
     record = Record(args.output)
     plain, fast = Server.open(args.plain, args.model), None
     try:

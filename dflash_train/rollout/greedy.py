@@ -21,6 +21,7 @@ from dflash_train.assets import ASSETS
 from dflash_train.config.schema import Precision, TargetConfig
 from dflash_train.data.chat import load_tokenizer, prompt_ids
 from dflash_train.data.rows import read_lines
+from dflash_train.data.template import encode
 from dflash_train.evaluate import is_near_tie
 from dflash_train.rollout.pair import Outcome
 from dflash_train.rollout.server import Said, Server
@@ -277,7 +278,7 @@ def local_rescore(folder: str, precision: str) -> Rescore:
     def judge_one(messages: list[dict[str, Any]], plain: str, other: str) -> bool:
         target, tokenizer = load()
         ids = prompt_ids(messages, tokenizer, tools=None, kwargs={})
-        own, theirs = (tokenizer.encode(text, add_special_tokens=False) for text in (plain, other))
+        own, theirs = (encode(text, tokenizer)["input_ids"] for text in (plain, other))
         return is_near_tie(target, ids, own, theirs, None)
 
     return judge_one

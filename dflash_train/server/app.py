@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from dflash_train import __version__
 from dflash_train.data.chat import prompt_ids
-from dflash_train.data.template import TEMPLATE_ERRORS
+from dflash_train.data.template import TEMPLATE_ERRORS, NotEncodable, encode
 from dflash_train.generation.base import Decoded, Request
 from dflash_train.generation.verify import Sampling
 from dflash_train.server.metrics import drafted_tokens
@@ -92,14 +92,21 @@ class Service:
         )
 
     def _prompt_ids(self, ask: Ask, chat: bool) -> list[int]:
-        if chat:
-            try:
+        try:
+            if chat:
                 return prompt_ids(ask.messages, self.tokenizer, tools=None, kwargs=ask.chat_template_kwargs)
-            except (*TEMPLATE_ERRORS, ValueError) as error:
-                raise ApiError(
-                    400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
-                ) from None
-        return self.tokenizer(ask.prompt, verbose=False)["input_ids"] if isinstance(ask.prompt, str) else ask.prompt
+            if isinstance(ask.prompt, str):
+                return encode(ask.prompt, self.tokenizer, add_special_tokens=True)["input_ids"]
+            return ask.prompt
+        except NotEncodable as error:
+            param = "messages" if chat else "prompt"
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+        except (*TEMPLATE_ERRORS, ValueError) as error:
+            if not chat:
+                raise
+            raise ApiError(
+                400, f"messages: the chat template refuses them: {error}", param="messages", code="template_error"
+            ) from None
 
     async def answer(self, ask: Ask, reply: Reply, request: Request) -> AsyncIterator[tuple[str, list[int]]]:
         """(text, tokens) as they come into `reply`; the first, empty, once the request is accepted. Frees the slot where nobody listens any more."""

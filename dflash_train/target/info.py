@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from dflash_train.config.hub import check_place
 from dflash_train.config.values import trusted
 from dflash_train.types import TargetInfo
 
@@ -16,6 +17,7 @@ def read_config(path: str, revision: str | None = None, trust_remote_code: bool 
     """The transformers config of a folder or Hub id. Raises ValueError with the remedy when there is none."""
     from transformers import AutoConfig
 
+    check_place("target.path", path)
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted(path, trust_remote_code))
     except (OSError, ValueError, KeyError) as error:

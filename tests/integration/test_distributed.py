@@ -17,6 +17,7 @@ from dflash_train.train import train
 
 # Five rows, four to a step: in every second step there is one row for two ranks.
 ROWS, STEPS = 5, 6
+REFUSAL = "has checkpoints of an earlier run; continue it with train.resume=true"
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +184,24 @@ def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint
     first, second = (load_file(tmp_path / n / "export" / "model.safetensors") for n in ("one", "run"))
     assert max(float((first[k].float() - second[k].float()).abs().max()) for k in first) < 1e-5
 
-    again = torchrun("-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/run")
-    refusal = "has checkpoints of an earlier run; continue it with train.resume=true"
-    assert again.returncode != 0 and again.stderr.count(refusal) == 1, again.stderr
+    again = torchrun("--max-restarts", "1", "-m", "dflash_train.train", "-c", str(recipe), f"output_dir={tmp_path}/run")
+    assert again.returncode != 0 and again.stderr.count(REFUSAL) == 2, (
+        again.stderr
+    )  # torchrun does not ask to go on with another run
+
+
+def test_one_process_that_torchrun_starts_again_continues_its_own_run_and_no_other(recipe, tmp_path):
+    body = f"""
+    if call == 9 and not Path("{tmp_path}/dead").exists():
+        Path("{tmp_path}/dead").touch()
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    script, often = spoiled(tmp_path / "killed.py", body), "train.checkpoint_every_steps=2"
+    command = ("--nproc-per-node", "1", "--max-restarts", "1", script, "-c", str(recipe), f"output_dir={tmp_path}/run", often)  # fmt: skip
+    done = torchrun(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {tmp_path}/run/checkpoints/step-00000002 at step 2" in done.stdout
+    again = torchrun(*command)
+    assert again.returncode != 0 and again.stderr.count(REFUSAL) == 2, again.stderr
 
 
 def test_a_mistake_is_said_once_and_no_rank_aborts(recipe, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 
 import pytest
 
@@ -281,13 +282,24 @@ def test_the_command(tmp_path, capsys):
         main([str(file), *times, "--other", "deep"])
     with pytest.raises(ValueError, match="whole numbers"):
         main([str(file), *times[:4], "--concurrency", "0"])
-    for more, said in ((["--block-size", "0"], "must be at least 2"), (["--block-size", "2"], "figures of another drafter"),
-                       (["--least", "nan"], "must be a speed-up above 0")):  # fmt: skip
+    for more, said in ((["--block-size", "0"], "must be in"), (["--block-size", "2"], "figures of another drafter"),
+                       (["--least", "nan"], "must be a speed-up above 0"), (["--least", "inf"], "must be a speed-up above 0"),
+                       (["--block-size", "1025"], r"--block-size 1025: must be in \[2, 1,024\]"), (["--layers", "9" * 400], "--layers 9+: must be in"),
+                       (["--concurrency", "1", "9" * 400], "whole numbers from 1 to 65,536"), (["--other", f"9999={file}"], "with 1 to 1024 layers")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             main([str(file), *times, *more])
+    mean = tmp_path / "metrics.txt"  # where the slots have to be found from a mean
+    mean.write_text('sglang:spec_accept_length{model_name="m"} 3.1\n')
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="--block-size 1000000: must be in"):
+        main([str(mean), *times, "--block-size", "1000000"])
+    assert time.monotonic() - began < 5
+    assert main([str(mean), *times[:2], "--block-size", "1024"]) == 0
+    with pytest.raises(ValueError, match="2000 drafted slots; a block has 1024"):
+        Acceptance(slots=(0.5,) * 2000, source="test")
     whole = json.loads(kept.read_text())
     for change, said in (({"layers": "1"}, "not as --write-costs"), ({"block_size": 4.5}, "not as --write-costs"),
-                         ({"block_size": 3}, "figures of another drafter")):  # fmt: skip
+                         ({"block_size": 3}, "figures of another drafter"), ({"layers": 9**400}, "has 1 to 1024 layers")):  # fmt: skip
         kept.write_text(json.dumps(whole | change))
         with pytest.raises(ValueError, match=said):
             main([str(file), "--costs", str(kept)])

@@ -334,7 +334,12 @@ def test_the_command_takes_tokens_and_filters(tmp_path, target_dir):
         (["--output", "out.jsonl", "--min-prompt", "9", "--max-prompt", "3"], "min_prompt 9 > max_prompt 3"),
         (["--output", "out.jsonl", "--max-repetition", "1.5"], "max_repetition 1.5"),
         (["--output", "out.jsonl", "--max-compression", "1"], "max_compression 1.0 must be above 1"),
-        (["--output", "out.jsonl", "--overlap", "2"], "overlap 2 < 5"),
+        (["--output", "out.jsonl", "--max-compression", "nan"], "max_compression nan must be above 1"),
+        (["--output", "out.jsonl", "--min-prompt", "-5"], "min_prompt -5: must be in"),
+        (["--output", "out.jsonl", "--max-answer", "0"], "max_answer 0: must be in"),
+        (["--output", "out.jsonl", "--max-dropped", "7"], "max_dropped 7.0: must be in [0, 1]"),
+        (["--output", "out.jsonl", "--overlap", "2"], "overlap 2: must be 5 to 100 words"),
+        (["--output", "out.jsonl", "--overlap", "1000000000"], "overlap 1000000000: must be 5 to 100 words"),
         (["--output", "out.jsonl", "--against", "gone.jsonl"], "gone.jsonl does not exist"),
     ],
 )

@@ -504,7 +504,10 @@ def test_other_mistakes_are_named(hub, tmp_path):
     (tmp_path / "bad.yaml").write_text("rows: 3")
     with pytest.raises(ValueError, match="exactly the keys rows, sources"):
         load_mixture(str(tmp_path / "bad.yaml"))
-    assert "rows 0 < 1" in command(hub, "out.jsonl", "--rows", "0").err
+    for option, value, said in (("--rows", "0", "rows 0: "), ("--seed", "-1", "seed -1: "), ("--buffer", "0", "buffer 0: "), ("--retries", "-1", "retries -1: "),
+                                ("--retry-wait", "nan", "retry wait in seconds nan: "), ("--overlap", "3", "overlap 3: ")):  # fmt: skip
+        done = command(hub, "out.jsonl", option, value)
+        assert done.code == 2 and f"error: {said}must be" in done.err, done.err
     assert "must end in .jsonl" in command(hub, "out.txt").err
     assert "--without maths: not one of chat, math, tools" in command(hub, "out.jsonl", "--without", "maths").err
     done = toys.call(MAIN)

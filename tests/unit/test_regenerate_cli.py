@@ -260,3 +260,16 @@ def test_numbers_of_a_mixture_may_be_written_as_yaml_reads_them(tmp_path):
     config = load_recipe(str(tmp_path / "r.yaml"), ["regenerate.shard=0/4"]).regenerate
     assert config.shard == "0/4"
     assert [(s.name, s.weight, s.temperature, s.top_k) for s in settings(config)] == [("0", 2, 0.6, 0), ("1", 1, 0, 5)]
+
+
+def test_a_prompt_for_which_the_tokenizer_has_no_token_is_named_and_the_others_go_on(run, tmp_path, capsys):
+    """The toy tokenizer is a list of words without one for unknown words."""
+    rows = [asking("a", "w20 zebra w21"), asking("b", "w22")]
+    toys.write_jsonl(tmp_path / "prompts.jsonl", rows)
+    code = command.main(["-c", str(tmp_path / "recipe.yaml")])
+    said = capsys.readouterr()
+    assert code == 3 and json.loads(said.out)["rows"] == 1
+    (failed,) = [json.loads(line) for line in (tmp_path / "made" / "out.jsonl.failed.jsonl").open()]
+    assert failed["id"] == "a"
+    for part in (f"prompt a ({tmp_path}/prompts.jsonl:1)", "no token for a word", "give its model an unk_token"):
+        assert part in failed["reason"] and part in said.err

@@ -690,7 +690,7 @@ def test_labels_are_read_before_anything_is_measured(drafter, target_dir, tmp_pa
 
 @pytest.mark.parametrize(
     "words",
-    [("--least", "nan"), ("--near-tie", "-1"), ("--max-new-tokens", "0"), ("--temperature", "nan"), ("--traffic", "nope"),
+    [("--least", "nan"), ("--near-tie", "-1"), ("--near-tie", "inf"), ("--least", "inf"), ("--num-prompts", "-4"), ("--max-new-tokens", "0"), ("--temperature", "nan"), ("--traffic", "nope"),
      ("--traffic", "/none.jsonl")],
 )  # fmt: skip
 def test_mistakes_in_later_steps_are_said_before_the_first(words, drafter, target_dir, tmp_path):

@@ -426,6 +426,12 @@ def test_errors_of_a_running_server(pair):
         assert open_.client.get("/v1/completions").status_code == 405
         beyond = open_.client.post("/v1/completions", json={"prompt": [toys.VOCAB]})
         assert "160 is no token" in beyond.json()["error"]["message"]
+        for unknown in (
+            open_.chat(messages=[{"role": "user", "content": "zebra"}]),
+            open_.client.post("/v1/completions", json={"prompt": "zebra"}),
+        ):
+            assert unknown.status_code == 400 and "has no token for a word" in unknown.json()["error"]["message"]
+            assert "template" not in unknown.json()["error"]["message"]
         open_.service.tokenizer.chat_template = "{{ raise_exception('system first') }}"
         refused = open_.chat()
         assert refused.status_code == 400 and "system first" in refused.json()["error"]["message"]

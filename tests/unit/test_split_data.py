@@ -184,6 +184,7 @@ def test_an_interrupted_run_leaves_the_old_files(tmp_path, monkeypatch):
         (["--heldout", "1.5"], "held-out share heldout=1.5"),
         (["--heldout-domain", "math"], "not DOMAIN=SHARE"),
         (["--heldout-domain", "maths=0.1"], "domain 'maths' has a held-out share but no row; domains here: a, b"),
+        (["--max-dropped", "7"], "max_dropped 7.0: must be in [0, 1]"),
         (["--heldout-per-domain", "0"], "per domain 0 < 1"),
         (["--heldout", "0.00001"], "0 of 100 prompts would be held out"),
         (["--thresholds-from", "gone.json"], "thresholds gone.json"),

@@ -160,8 +160,14 @@ def test_files_and_model_name_the_same_tokens_that_end_an_answer(tmp_path):
         (2, {"eos_token_id": 4}),
         (2, {"eos_token_id": [4, 7]}),
         (4, {"pad_token_id": 0}),
+        (None, {"eos_token_id": None}),
+        ("left out", None),
+        ("left out", {"eos_token_id": 4}),
     ]:
-        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": in_config}))
+        kept = {k: v for k, v in config.items() if k != "eos_token_id"}
+        (folder / "config.json").write_text(
+            json.dumps(kept if in_config == "left out" else kept | {"eos_token_id": in_config})
+        )
         generation.unlink(missing_ok=True)
         if in_generation is not None:
             generation.write_text(json.dumps(in_generation))
@@ -169,3 +175,33 @@ def test_files_and_model_name_the_same_tokens_that_end_an_answer(tmp_path):
         model = hf.load_model(TargetConfig(path=str(folder)), str(folder), torch.device("cpu"))
         by_model = hf.stop_ids(model, tokenizer, read_target_info(str(folder)).eos_token_ids)
         assert set(read_stop_ids(str(folder), None, tokenizer)) == set(by_model), (in_config, in_generation)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("in_generation", [None, {}, {"eos_token_id": [7]}])
+@pytest.mark.parametrize("outside", ["left out", None, 4])
+@pytest.mark.parametrize("inside", ["left out", None, 5, [5, 6]])
+def test_they_do_where_the_language_model_is_a_part(kind, in_generation, outside, inside, tmp_path):
+    """What the model of such a config takes differs from kind to kind."""
+    import json
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig, GenerationConfig
+
+    from dflash_train.data.chat import read_stop_ids
+    from dflash_train.target import hf
+
+    content = AutoConfig.for_model(kind).to_dict()
+    for part, eos in ((content, outside), (content["text_config"], inside)):
+        part.pop("eos_token_id", None)
+        part |= {} if eos == "left out" else {"eos_token_id": eos}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if in_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
+    config, tokenizer = AutoConfig.from_pretrained(tmp_path), toys.toy_tokenizer()
+    has = GenerationConfig.from_model_config(config) if in_generation is None else GenerationConfig.from_pretrained(tmp_path)  # fmt: skip
+    own = config.get_text_config().eos_token_id
+    by_model = hf.stop_ids(
+        SimpleNamespace(generation_config=has), tokenizer, [] if own is None else [own] if isinstance(own, int) else own
+    )
+    assert set(read_stop_ids(str(tmp_path), None, tokenizer)) == by_model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import toys
@@ -256,3 +258,46 @@ def test_a_block_size_beyond_the_trained_one_is_found_before_decoding(overfitted
     size = overfitted.step.drafter.spec.block_size
     with pytest.raises(ValueError, match=rf"evaluate.block_sizes = \[{size + 1}\]: each must be in \[2, {size}\]"):
         open_source(str(overfitted.folder), None, [f"evaluate.block_sizes=[{size + 1}]"])
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "package", "said"),
+    [
+        ("measure_rounding", ["gone"], "torchao", "error: rounding needs torchao, which is not installed here: pip install torchao\n"),
+        ("compare_nemo", [], "nemo_automodel", "needs nemo_automodel, which is not installed here: pip install 'dflash-train[nemo]'\n"),
+        ("compare_nemo", [], "dflash", "needs dflash, which is not installed here: pip install --no-deps dflash"),
+        ("bench_nemo_step", [], "torchdata", "needs torchdata, which is not installed here: pip install"),
+        ("bench_step", ["--rival"], "nemo_automodel", "--rival needs nemo_automodel, which is not installed here"),
+    ],
+)  # fmt: skip
+def test_a_script_says_at_once_which_package_it_needs(script, words, package, said, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one of them sets it
+    main, find = toys.script(script, "scripts").main, importlib.util.find_spec
+    installed = {"nemo_automodel", "dflash", "dill", "multiprocess", "torchao", "torchdata"} - {package}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == package else True if name in installed else find(name, *a),
+    )
+    done = toys.call(main, *words)
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_a_row_for_which_the_tokenizer_has_no_token_is_counted_in_training_data_and_held_out_prompts(
+    overfitted, tmp_path, capsys
+):
+    from dflash_train.build import build_stream, heldout_prompts, outline
+
+    def row(text: str) -> dict:
+        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w30 w31 w32"}]}
+
+    data = toys.write_jsonl(tmp_path / "rows.jsonl", [row("w20 zebra"), row("w21")])
+    overrides = [f"data.train=[{data}]", f"data.heldout=[{data}]", f"data.cache_dir={tmp_path}/cache"]
+    for read in (build_stream, heldout_prompts):
+        with pytest.raises(ValueError, match=r"share dropped 0.500(.|\n)*not_encodable(.|\n)*rows.jsonl:1"):
+            read(outline(load_recipe(str(overfitted.recipe), [*overrides, "data.max_dropped=0"])))
+    assert "give its model an unk_token" in capsys.readouterr().out
+    toys.write_jsonl(data, [row("w20 zebra")])
+    with pytest.raises(ValueError, match=r"row .*rows.jsonl:1.*no token for a word"):
+        build_stream(outline(load_recipe(str(overfitted.recipe), overrides)))
