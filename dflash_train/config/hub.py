@@ -7,11 +7,8 @@ import os
 import time
 from pathlib import Path
 
-TRIES, PAUSE, PATIENCE = (
-    3,
-    1.0,
-    5.0,
-)  # a name server may miss a question; seconds between two of them, and for an answer
+# A name server may miss a question. Seconds between two of them, and for an answer.
+TRIES, PAUSE, PATIENCE = 3, 1.0, 5.0
 
 
 def hub_name(text: str) -> bool:
