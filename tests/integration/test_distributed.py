@@ -118,7 +118,7 @@ def test_rows_that_ranks_cannot_share_evenly_are_mentioned(recipe, world_size, n
 def spoiled(path: Path, body: str) -> str:
     """A command that trains, with something happening before the forward of a micro-batch: `call` is its number on this rank."""
     path.write_text(f"""
-import ctypes, os, signal, sys
+import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch
 import dflash_train.train as training
@@ -191,15 +191,18 @@ def test_a_killed_rank_is_missed_once_and_torchrun_continues_from_the_checkpoint
 
 
 def test_one_process_that_torchrun_starts_again_continues_its_own_run_and_no_other(recipe, tmp_path):
+    saved = f"{tmp_path}/run/checkpoints/step-00000002"
     body = f"""
     if call == 9 and not Path("{tmp_path}/dead").exists():
         Path("{tmp_path}/dead").touch()
+        while not Path("{saved}").exists():  # it is written in the background
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)"""
     script, often = spoiled(tmp_path / "killed.py", body), "train.checkpoint_every_steps=2"
     command = ("--nproc-per-node", "1", "--max-restarts", "1", script, "-c", str(recipe), f"output_dir={tmp_path}/run", often)  # fmt: skip
     done = torchrun(*command)
     assert done.returncode == 0, done.stderr
-    assert f"resumed from {tmp_path}/run/checkpoints/step-00000002 at step 2" in done.stdout
+    assert f"resumed from {saved} at step 2" in done.stdout
     again = torchrun(*command)
     assert again.returncode != 0 and again.stderr.count(REFUSAL) == 2, again.stderr
 
