@@ -533,41 +533,43 @@ def test_options_and_defaults_of_the_reference_client():
 
 def test_the_reference_client_measures_the_same(tmp_path, capsys, monkeypatch):
     """dflash 0.1.0's benchmark and ours, one after the other on one server with the same prompts: accept length to the last digit that it
-    prints, throughput within a quarter (its requests are not streamed)."""
+    prints, throughput within a quarter (its requests are not streamed) in one of three goes: a second and a half each, in which a machine may stall."""
     reference = pytest.importorskip("dflash.cli", reason="make rivals installs it")
     rows = [{"question": f"how many is {i}"} for i in range(60)]
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: rows)
+    asked = ("--dataset", "gsm8k", "--model", "target", "--num-prompts", "24", "--concurrency", "4")
     with pretending(
         Pretender(engine="sglang", per_request=True, pieces=[1, 4, 4, 2], pause=0.05, first=0.05)
     ) as server:
-        common = [
-            "--dataset",
-            "gsm8k",
-            "--model",
-            "target",
-            "--num-prompts",
-            "24",
-            "--concurrency",
-            "4",
-            "--base-url",
-            server.url,
+        apart = [
+            compared_with_the_reference(
+                reference, server, [*asked, "--base-url", server.url], tmp_path / "0.json", capsys
+            )
         ]
-        reference.main(["benchmark", "openai", *common])
-        theirs = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line)
-        asked = [post["messages"] for post in server.posts]
-        server.posts.clear()
-        code = toys.script("benchmark", "scripts").main(
-            [*common, "--parts", "1", "--no-progress", "--output", str(tmp_path / "o.json")]
-        )
-        assert code == 0 and sorted(map(str, asked)) == sorted(str(post["messages"]) for post in server.posts)
-    arm = only(output.read(tmp_path / "o.json"))
+        while apart[-1] > 0.25 and len(apart) < 3:
+            out = tmp_path / f"{len(apart)}.json"
+            apart.append(
+                compared_with_the_reference(reference, server, [*asked, "--base-url", server.url], out, capsys)
+            )
+    assert apart[-1] <= 0.25, apart
+
+
+def compared_with_the_reference(reference, server, common: list[str], out, capsys) -> float:
+    """By how much the two throughputs differ, relative to the reference's; all else must be equal."""
+    server.posts.clear()
+    reference.main(["benchmark", "openai", *common])
+    theirs = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line)
+    asked = [post["messages"] for post in server.posts]
+    server.posts.clear()
+    code = toys.script("benchmark", "scripts").main([*common, "--parts", "1", "--no-progress", "--output", str(out)])
+    assert code == 0 and sorted(map(str, asked)) == sorted(str(post["messages"]) for post in server.posts)
+    arm = only(output.read(out))
     assert f"{arm['engine_accept_len_mean']:.3f}" == theirs["Accept length"].strip() == "3.667"
-    assert (
-        arm["acceptance"]["rounds"] == int(theirs["Spec verify ct"]) == 72
-        and arm["acceptance"]["accept_len"] == 1 + 7 / 3
-    )
+    assert arm["acceptance"]["rounds"] == int(theirs["Spec verify ct"]) == 72
+    assert arm["acceptance"]["accept_len"] == 1 + 7 / 3
     assert arm["output_tokens"] == int(theirs["Output tokens"].strip()) == 264
-    assert arm["tok_s"] == pytest.approx(float(theirs["Throughput"].split()[0].replace(",", "")), rel=0.25)
+    throughput = float(theirs["Throughput"].split()[0].replace(",", ""))
+    return abs(arm["tok_s"] - throughput) / throughput
 
 
 def test_single_arms_are_joined(tmp_path, capsys):
