@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from dflash_train.data.mask_token import check_mask_absent, check_mask_token, to
 from dflash_train.data.prepare import check_token_ids, examine, located_sources, prepare
 from dflash_train.data.provenance import expected_of
 from dflash_train.data.read import Kept, iter_conversations, read_conversations
-from dflash_train.data.stream import RowStream, StreamConfig
+from dflash_train.data.stream import RowStream, StreamConfig, rows_per_rank
 from dflash_train.data.template import TEMPLATE_ERRORS, NotEncodable, tokenizer_hash
 from dflash_train.drafter.layers import compiled
 from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
@@ -246,7 +245,7 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
     _, fuse = attention_and_compile(engine, device)
     if fuse:
         train = o.recipe.train  # of whose rows a rank may have fewer than a micro-batch holds
-        rows = min(train.micro_batch_size, math.ceil(train.global_batch_size / ranks.world_size()))
+        rows = min(train.micro_batch_size, rows_per_rank(train.global_batch_size, ranks.world_size()))
         target.compile(rows * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
     mask = mask_maker(engine, device, dtype, spec)

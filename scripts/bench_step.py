@@ -291,10 +291,10 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     }
     if cuda:
         result["host_syncs"] = host_syncs(run, last + 1)
-        if args.profile or args.exchange:
+        if args.profile:
             kernels = kernels_of(run, last + 2)
             result["nccl_ms"], result["nccl_alone_ms"] = (round(x, 2) for x in exchange(kernels))
-            if args.profile and ranks.is_rank0():
+            if ranks.is_rank0():
                 profile(kernels, Path(args.profile))
     return result
 
@@ -335,10 +335,8 @@ def one(argv: list[str]) -> None:
     parser.add_argument("--label", default="")
     parser.add_argument("--json", help="file to append the JSON line to")
     parser.add_argument(
-        "--profile", help="file for the table of kernels of one step; slows what follows in the same process"
-    )
-    parser.add_argument(
-        "--exchange", action="store_true", help="also how long NCCL's kernels run, and how long alone, in one step"
+        "--profile",
+        help="file for the table of kernels of one step; also how long NCCL's run, and how long alone. Slows what follows in the same process",
     )
     parser.add_argument(
         "--rival", action="store_true", help="then time NeMo's step, its drafter compiled and not, and print both"

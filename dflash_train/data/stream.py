@@ -39,6 +39,11 @@ class StreamConfig:
     pack: bool = True
 
 
+def rows_per_rank(global_batch_size: int, world_size: int) -> int:
+    """Rows of each rank in a step, the empty ones included."""
+    return math.ceil(global_batch_size / world_size)
+
+
 class RowStream:
     """The training rows of every step and rank.
 
@@ -181,7 +186,7 @@ class RowStream:
 
     def rows_per_rank(self, world_size: int) -> int:
         """Rows of each rank in a step, the empty ones included."""
-        return math.ceil(self.config.global_batch_size / world_size)
+        return rows_per_rank(self.config.global_batch_size, world_size)
 
     def micro_batches_per_rank(self, world_size: int) -> int:
         return math.ceil(self.rows_per_rank(world_size) / self.config.micro_batch_size)

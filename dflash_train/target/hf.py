@@ -169,20 +169,17 @@ class HFTarget:
     def _read_side_by_side(self, batch: PackedBatch) -> TargetFeatures:
         """All documents of all rows as one row, each attending to itself: no mask in memory, no work on hidden pairs."""
         B, T = batch.token_ids_BT.shape
-        count = len(batch.starts_D) - 1
-        ids, positions = (x.view(1, B * T) for x in (batch.token_ids_BT, batch.position_ids_BT))
-        alone = ids, positions, batch.starts_D, Documents(count, batch.longest, count * batch.longest == B * T)
         features = None
         if B * T == self._tokens:
             if self._compiled is None:
-                self._compile_layers(*alone)
+                self._compile_layers(*_as_one_row(batch))
             if self._recorder is not None:
                 features = self._recorder(batch)
-            if self._recorder is not None and features is None:
-                print(f"note: the target is read without CUDA graphs: {self._recorder.why_not}", flush=True)
-                self._recorder = None
+                if features is None:
+                    print(f"note: the target is read without CUDA graphs: {self._recorder.why_not}", flush=True)
+                    self._recorder = None
         if features is None:
-            features = self._features(*alone, None)
+            features = self._features(*_as_one_row(batch), None)
         return TargetFeatures(features.view(B, T, -1))
 
     def _compile_layers(self, ids, positions, starts, documents: Documents) -> None:
@@ -321,6 +318,13 @@ def text_backbone(model: nn.Module) -> nn.Module:
     raise ValueError(
         f"target {type(model).__name__}: no decoder with `layers` and a final `norm` found; this architecture is not supported"
     )
+
+
+def _as_one_row(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Documents]:
+    """Token ids and positions (1, B T), where the documents begin, and what they are."""
+    tokens, count = batch.token_ids_BT.numel(), len(batch.starts_D) - 1
+    ids, positions = (x.view(1, tokens) for x in (batch.token_ids_BT, batch.position_ids_BT))
+    return ids, positions, batch.starts_D, Documents(count, batch.longest, count * batch.longest == tokens)
 
 
 def _shorten(backbone: nn.Module, layers: nn.ModuleList) -> nn.Module:
