@@ -30,6 +30,7 @@ from dflash_train.data.template import TEMPLATE_ERRORS, NotEncodable, tokenizer_
 from dflash_train.drafter.layers import compiled
 from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.model import Drafter, initialise
+from dflash_train.drafter.recorded import RECORDED_WEIGHTS, recorded_weights
 from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
 from dflash_train.folder import hash_weights, load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.kernels.attention import why_not
@@ -249,7 +250,19 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
         target.compile(rows * o.recipe.data.max_length, record=engine.cuda_graphs)
     dtype = resolve_dtype(engine.precision, device)
     mask = mask_maker(engine, device, dtype, spec)
-    return DraftStep(drafter, placed, o.recipe.objective, dtype=dtype, mask=mask, fuse=fuse)
+    record = fuse and drafter_recorded(engine, spec)
+    return DraftStep(drafter, placed, o.recipe.objective, dtype=dtype, mask=mask, fuse=fuse, record=record)
+
+
+def drafter_recorded(engine: EngineConfig, spec: DrafterSpec) -> bool:
+    """Whether training runs a drafter with compiled layers as CUDA graphs: not where an engine takes its weights apart, and not a large one, whose
+    gradients ranks exchange while it computes the rest of them."""
+    return (
+        engine.cuda_graphs
+        and not engine.kind.shards
+        and ranks.world_size() == 1
+        and recorded_weights(spec) < RECORDED_WEIGHTS
+    )
 
 
 def attention_and_compile(engine: EngineConfig, device: torch.device) -> tuple[bool, bool]:

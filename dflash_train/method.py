@@ -14,6 +14,7 @@ from torch import nn
 from dflash_train.config.schema import Denominator, ObjectiveConfig
 from dflash_train.drafter.mask import dense_mask
 from dflash_train.drafter.model import Drafter, block_positions, block_token_ids
+from dflash_train.drafter.recorded import RecordedDraft
 from dflash_train.metrics import slot_metric
 from dflash_train.objective.loss import candidate_logits, leading_hits, linear_cross_entropy, selector_cross_entropy
 from dflash_train.target.base import Target
@@ -25,7 +26,8 @@ class DraftStep(nn.Module):
     """forward(batch, features, total_weight) -> LossReport.
 
     total_weight: the step's supervised decay weight over all ranks and micro-batches, known before the first forward.
-    mask: which function of `drafter.mask` makes the masks, and by that which kernel computes the attention. fuse: compile the layers.
+    mask: which function of `drafter.mask` makes the masks, and by that which kernel computes the attention. fuse: compile the layers. record: run all of
+    the drafter up to its hidden states as CUDA graphs in training.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class DraftStep(nn.Module):
         dtype: torch.dtype,
         mask: Callable = dense_mask,
         fuse: bool = False,
+        record: bool = False,
     ):
         super().__init__()
         self.drafter = drafter
         self.objective, self.dtype, self.mask, self.fuse = objective, dtype, mask, fuse
+        self.recorded = RecordedDraft(drafter, self.hidden) if record else None
         object.__setattr__(self, "target", target)  # frozen: must enter neither DDP's buckets nor a checkpoint
 
     def autocast(self) -> torch.autocast:
@@ -51,17 +55,27 @@ class DraftStep(nn.Module):
         """The target's raw token embedding, scaled, in the drafter's compute dtype."""
         return (self.target.embed(token_ids) * self.drafter.spec.input_embedding_scale).to(self.dtype)
 
-    def score(self, batch: PackedBatch, features: TargetFeatures, *, exact: bool = False) -> dict[str, torch.Tensor]:
-        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. exact: by dense attention, layers not compiled."""
-        spec, blocks = self.drafter.spec, batch.blocks
-        hidden_BQH = self.drafter(
+    def hidden(
+        self, drafter: Drafter, batch: PackedBatch, features: TargetFeatures, *, exact: bool = False
+    ) -> torch.Tensor:
+        """Hidden states (B, N * S, H) of all slots. exact: by dense attention, layers not compiled."""
+        blocks = batch.blocks
+        return drafter(
             features.features_BTF.to(self.dtype),
             batch.position_ids_BT,
-            self.embed(block_token_ids(blocks, spec.mask_token_id)),
-            block_positions(blocks, batch.position_ids_BT, spec.block_size),
-            self.drafter.masks(blocks, batch.document_ids_BT, dense_mask if exact else self.mask),
+            self.embed(block_token_ids(blocks, drafter.spec.mask_token_id)),
+            block_positions(blocks, batch.position_ids_BT, drafter.spec.block_size),
+            drafter.masks(blocks, batch.document_ids_BT, dense_mask if exact else self.mask),
             fuse=self.fuse and not exact,
         )
+
+    def score(self, batch: PackedBatch, features: TargetFeatures, *, exact: bool = False) -> dict[str, torch.Tensor]:
+        """Per supervised slot (M, in the order of blocks.scored_M): both losses, both hits, coverage, the token's rank among the candidates (-1: none). `labels_M`, `weights_M` with them. exact: by dense attention, layers not compiled."""
+        spec, blocks, hidden_BQH = self.drafter.spec, batch.blocks, None
+        if self.recorded and torch.is_grad_enabled() and not exact:
+            hidden_BQH = self.recorded(batch, features)
+        if hidden_BQH is None:
+            hidden_BQH = self.hidden(self.drafter, batch, features, exact=exact)
         scored = blocks.scored_M
         labels_M = blocks.labels_BNS.flatten()[scored]
         hidden_MH = hidden_BQH.flatten(0, 1).index_select(0, scored)
@@ -101,7 +115,8 @@ class DraftStep(nn.Module):
         return DraftStep(drafter, self.target, self.objective, dtype=self.dtype, mask=self.mask, fuse=self.fuse)
 
     def together(self) -> DraftStep:
-        """This step with the target on the drafter's device, as decoding wants it."""
+        """This step with the target on the drafter's device, as decoding wants it, and without what training alone needs."""
+        self.recorded = None
         if isinstance(self.target, Elsewhere):
             object.__setattr__(self, "target", self.target.come())
         return self

@@ -374,7 +374,8 @@ class EngineConfig:
     )
     cuda_graphs: bool = knob(
         True,
-        "With compiled layers on CUDA: the target's pass over rows as training has them is recorded as CUDA graphs; a target for which that cannot be is read without, and a note says why.",
+        """With compiled layers on CUDA: the target's pass over rows as training has them is recorded as CUDA graphs, and so is, in one process, that of a
+        drafter of less than 100 M parameters without its codebooks. What cannot be recorded is run without, and a note says why.""",
     )
     read_ahead: bool = knob(
         True,

@@ -36,15 +36,25 @@ ENGINES = [
 MASKS = {"dense": dense_mask, "flex": flex_mask, "own": span_mask}
 
 
-def trained(engine: tuple[str, bool], precision: str, attention: str, compiled: bool, poisoned: bool = False):
+def trained(
+    engine: tuple[str, bool],
+    precision: str,
+    attention: str,
+    compiled: bool,
+    poisoned: bool = False,
+    record: bool = False,
+):
     """(losses and gradient norms, steps taken, state, a figure from the whole drafter) after a few steps, the third of them spoiled if asked."""
+    torch._inductor.config.deterministic = True  # else each process chooses the tiles of its reductions by timing them
     device = torch.device("cuda", ranks.local_rank())
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = toys.toy_spec(head_dim=64)
     dtype = getattr(torch, precision)
     target = HFTarget(toys.toy_model().to(device), toys.toy_info(), spec.target_layer_ids)
     drafter = toys.randomise(Drafter(spec), scale=0.05).to(device)
-    step = DraftStep(drafter, target, ObjectiveConfig(), dtype=dtype, mask=MASKS[attention], fuse=compiled)
+    step = DraftStep(
+        drafter, target, ObjectiveConfig(), dtype=dtype, mask=MASKS[attention], fuse=compiled, record=record
+    )
     spans = [slice(4, None), slice(20, 22), slice(2, 90), slice(11, 12), slice(10, 100)]
     rows = [toys.document(128, spans[i % 5], name=f"d{i}", seed=i) for i in range(5)]
     stream = toys.stream_of(rows, num_anchors=16)
@@ -60,6 +70,7 @@ def trained(engine: tuple[str, bool], precision: str, attention: str, compiled: 
         change = {"change": spoil} if poisoned and n == 2 else {}
         taken.append(toys.train_step(made, stream, n, **change))
         norms.append(made.guard.norm)
+    assert not record or (step.recorded._recorded is not None and not step.recorded.why_not)
     with made.whole() as whole, torch.no_grad():
         from dflash_train.walk import move
 
@@ -94,7 +105,8 @@ def assert_close(one, other, rtol: float, atol: float) -> None:
     assert one[1] == other[1] and one[4] == other[4]
     assert one[3] == pytest.approx(other[3], rel=rtol)
     worst = max(float((one[2].weights[n] - w).abs().max()) for n, w in other[2].weights.items())
-    print(f"largest difference of a weight {worst:.1e}")
+    norms = max(abs(a - b) / b for a, b in zip(one[0], other[0], strict=True) if b == b)
+    print(f"largest difference of a weight {worst:.1e}, of a gradient norm {norms:.1e}")
     assert worst < atol
 
 
@@ -114,6 +126,17 @@ def test_bfloat16_with_the_block_sparse_kernels_and_compiled_layers(engine, atte
         pytest.skip(refused)
     setting = ("bfloat16", attention, True)
     assert_close(on_ranks(engine, *setting)[0], alone(*setting), 3e-2, 2e-3)
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp"])
+@pytest.mark.parametrize("attention", ["flex", "own"])
+def test_a_drafter_that_is_recorded_learns_what_one_that_is_run_does(kind, attention, alone):
+    if attention == "own" and (refused := why_not(torch.device("cuda", 0), torch.bfloat16, 64, 8)):
+        pytest.skip(refused)
+    setting = ("bfloat16", attention, True)
+    arguments = ((kind, False), *setting, False, True)
+    recorded = on_ranks(*arguments)[0] if kind == "ddp" else toys.run_ranks(trained, 1, *arguments, seconds=300)[0]
+    assert_close(recorded, alone(*setting), 1e-3, 1e-4)
 
 
 def test_sharding_takes_less_memory():

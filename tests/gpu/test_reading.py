@@ -149,10 +149,13 @@ def made(*, read_ahead: bool, steps: int = 4, place: torch.device | None = None)
     return step, engine, Feed(stream, target, device, Clock(device), end=steps, read_ahead=read_ahead)
 
 
-def one_step(engine, feed: Feed, number: int) -> torch.Tensor:
+def one_step(engine, feed: Feed, number: int, features: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """The step's loss; features: where those of its real tokens are put as well."""
     weight = torch.full((), sum(b.weight for b in feed.batches(number)), device="cuda")
     total = torch.zeros((), device="cuda")
     for batch, found in feed.step(number):
+        if features is not None:
+            features.append(found.features_BTF.float() * (batch.document_ids_BT >= 0)[..., None])
         report = engine.forward(batch, found, weight)
         engine.backward(report.loss)
         total += report.loss.detach()
@@ -170,13 +173,23 @@ def test_reading_ahead_changes_nothing():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_recorded_target_on_another_gpu_trains_what_one_beside_the_drafter_does():
-    losses = []
+def test_a_recorded_target_on_another_gpu_feeds_what_one_beside_the_drafter_does(capsys):
+    """Compiled for each GPU, so that features are rounded otherwise; those of other rows would be as far from these as they are long."""
+    losses, read = [], []
     for place in (None, torch.device("cuda", 1)):
         step, engine, feed = made(read_ahead=True, steps=8, place=place)
-        losses.append([float(one_step(engine, feed, n)) for n in range(8)])
+        features: list[torch.Tensor] = []
+        losses.append([float(one_step(engine, feed, n, features)) for n in range(8)])
+        read.append(features)
+    apart = max(difference(there, here) for here, there in zip(*read, strict=True))
+    others = min(difference(here, other) for here, other in zip(read[0], read[0][1:], strict=False))
+    with capsys.disabled():
+        print(
+            f"\nfeatures read on another GPU {apart:.1e}, those of the next rows at least {others:.1e} from these; losses {losses}"
+        )
     assert step.target.there._recorder.graphs
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert apart < 5e-2 < 0.5 < others
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 def test_a_step_never_waits_for_the_device():
