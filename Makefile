@@ -24,5 +24,5 @@ rivals: env        ## what tests compare with: NeMo AutoModel, z-lab's client, M
 check: env         ## lint
 	@$$(python3 scripts/setup_env.py dev) -m ruff check . && $$(python3 scripts/setup_env.py dev) -m ruff format --check .
 
-clean:
-	rm -rf .venv .rivals outputs .pytest_cache .ruff_cache .hypothesis
+clean:  ## what was installed and cached; runs in outputs/ stay
+	rm -rf .venv .rivals .pytest_cache .ruff_cache .hypothesis

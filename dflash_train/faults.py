@@ -168,6 +168,8 @@ def knobs(recipe: Recipe) -> list[str]:
         f"data.max_length (now {recipe.data.max_length})",
         f"objective.chunk_rows (now {recipe.objective.chunk_rows}; the numbers stay the same)",
     ]
+    if engine.cuda_graphs and torch.cuda.is_available():
+        found.append("engine.cuda_graphs (now true; the numbers stay the same)")
     if not engine.kind.shards and ranks.world_size() > 1:
         found.append(f"or shard the drafter over the ranks with engine.kind={EngineKind.fsdp2.value}")
     elif engine.kind.is_deepspeed and not engine.offload:

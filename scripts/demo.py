@@ -73,7 +73,9 @@ def main(argv: list[str]) -> int:
     path = folder / "summary.json"
     path.write_text(json.dumps(summary, indent=1) + "\n")
     heading(f"done; figures in {path}, the run as a page in {folder / 'report.html'}")
-    print(f"to chat with it: python -m dflash_train.serve --target {recipe.target.path} --drafter {exported}")
+    print(
+        f"to chat with it: source .venv/bin/activate && pip install -e '.[serve]' -c constraints.txt && python -m dflash_train.serve --target {recipe.target.path} --drafter {exported}"
+    )
     return 0 if passed(decoded) else 1
 
 

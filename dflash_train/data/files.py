@@ -77,7 +77,9 @@ def locate(entry: str | Path) -> Located:
     name, _, split = text.partition(":")
     if HUB_ID.fullmatch(text) and hub_name(name) and path.suffix not in NAMES_OF_FILES:
         return Located(entry=text, kind="hub", files=[], name=name, split=split or "train")
-    raise ValueError(f"data file {entry} does not exist; correct the path, or write the file first (regeneration does)")
+    raise ValueError(
+        f"data file {entry} does not exist; correct the path, or write the file first (answers come from data_prep/regenerate.py, prompts from data_prep/prompts.py or you)"
+    )
 
 
 def _listing(folder: Path) -> list[Path]:

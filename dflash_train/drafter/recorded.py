@@ -11,15 +11,15 @@ from torch import nn
 
 from dflash_train.drafter.model import Drafter
 from dflash_train.drafter.spec import DrafterSpec, tensor_shapes
+from dflash_train.kernels.graphs import Graphs
 from dflash_train.types import PackedBatch, TargetFeatures
 
 RECORDED_WEIGHTS = 100e6  # of drafters from there on an H200 takes longer than the host, and what graphs keep of a pass between steps is large
-Body = Callable[[], None]
 ALIGNED = 64  # elements: where the gradient of each parameter begins, so that kernels read it in wide words
 
 
 class RecordedDraft:
-    """hidden(drafter, batch, features) -> (B, Q, H), recorded for batches of the size of the first. record: as in `Recorded`."""
+    """hidden(drafter, batch, features) -> (B, Q, H), recorded for batches of the size of the first. graphs: as in `Recorded`."""
 
     # What is read of a batch and of its blocks, all of sizes that a recipe fixes.
     BATCH = ("document_ids_BT", "position_ids_BT")
@@ -29,9 +29,9 @@ class RecordedDraft:
         self,
         drafter: Drafter,
         hidden: Callable[[Drafter, PackedBatch, TargetFeatures], torch.Tensor],
-        record: Callable[[Body], Body] | None = None,
+        graphs: Graphs | None = None,
     ):
-        self.drafter, self.hidden, self.record = drafter, hidden, record
+        self.drafter, self.hidden, self.graphs = drafter, hidden, graphs
         self.why_not: str | None = None
         self._recorded: Recorded | None = None
 
@@ -55,15 +55,20 @@ class RecordedDraft:
         with torch.device("meta"):
             twin = Drafter(self.drafter.spec)
         twin.load_state_dict(self.drafter.state_dict(), assign=True)
+        hidden, names, names_of_blocks = (
+            self.hidden,
+            self.BATCH,
+            self.BLOCKS,
+        )  # and not self: graphs are to go when this does
 
         def run(features_BTF: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-            of_batch, of_blocks = tensors[: len(self.BATCH)], tensors[len(self.BATCH) :]
-            blocks = replace(first.blocks, **dict(zip(self.BLOCKS, of_blocks, strict=True)))
-            batch = replace(first, blocks=blocks, **dict(zip(self.BATCH, of_batch, strict=True)))
-            return self.hidden(twin, batch, TargetFeatures(features_BTF))
+            of_batch, of_blocks = tensors[: len(names)], tensors[len(names) :]
+            blocks = replace(first.blocks, **dict(zip(names_of_blocks, of_blocks, strict=True)))
+            batch = replace(first, blocks=blocks, **dict(zip(names, of_batch, strict=True)))
+            return hidden(twin, batch, TargetFeatures(features_BTF))
 
         leaves = [parameter for name, parameter in twin.named_parameters() if _recorded(name)]
-        return Recorded(run, leaves, self.record)
+        return Recorded(run, leaves, self.graphs or Graphs(leaves[0].device))
 
 
 def recorded_weights(spec: DrafterSpec) -> int:
@@ -81,20 +86,12 @@ class Recorded:
     same sizes. One backward follows each forward, before the next.
 
     leaves: what the function is differentiated by, in fp32. They are no parameters that an engine knows, but share the memory of those: what waits
-    for a parameter's gradient, and on which stream, stays outside of the graphs. record: makes of a body what runs it again on the same memory, and
-    raises RuntimeError where that cannot be; None: as CUDA graphs.
+    for a parameter's gradient, and on which stream, stays outside of the graphs.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., torch.Tensor],
-        leaves: Sequence[nn.Parameter],
-        record: Callable[[Body], Body] | None = None,
-    ):
-        self.function, self.leaves = function, list(leaves)
+    def __init__(self, function: Callable[..., torch.Tensor], leaves: Sequence[nn.Parameter], graphs: Graphs):
+        self.function, self.leaves, self.graphs = function, list(leaves), graphs
         self.why_not: str | None = None
-        self._graphs = None if record else Graphs(self.leaves[0].device)
-        self._record: Callable[[Body], Body] = record or self._graphs.record
         self._inputs: list[torch.Tensor] = []
         self._turn = 0
 
@@ -112,17 +109,13 @@ class Recorded:
         sizes = [-(-leaf.numel() // ALIGNED) * ALIGNED for leaf in self.leaves]
         self._flat = torch.zeros(sum(sizes), device=self.leaves[0].device)
         self._sizes, self._gradients = sizes, self._parts(self._flat, sizes)
-        if self._graphs is not None:
-            self._graphs.rehearse(self._rehearse)
-        try:
-            self._forward = self._record(self._run)
+        self.why_not = self.graphs.rehearse(self._rehearse)
+        if self.why_not is None:
+            self._forward = self.graphs.record(self._run)
             self._d_out = torch.empty_like(self._out)
-            self._backward = self._record(self._differentiate)
-        except RuntimeError as error:
-            self.why_not, self._inputs = str(error).splitlines()[0], []
+            self._backward = self.graphs.record(self._differentiate)
 
     def _rehearse(self) -> None:
-        """What is compiled and planned at a first call is so now."""
         self._run()
         self._d_out = torch.zeros_like(self._out)
         self._differentiate()
@@ -130,6 +123,8 @@ class Recorded:
         del self._out
 
     def _run(self) -> None:
+        # Else a layer that was not compiled takes the 16-bit copies of its weights that autocast kept of a rehearsal: those of the first step.
+        torch.clear_autocast_cache()
         with torch.enable_grad():
             self._out = self.function(*self._inputs)
 
@@ -166,24 +161,3 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         return *ctx.nones, *ctx.recorded.backward(ctx.turn, d_out)
-
-
-class Graphs:
-    """CUDA graphs that are replayed in the order in which they were recorded: they share their memory."""
-
-    def __init__(self, device: torch.device):
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-
-    def rehearse(self, body: Body) -> None:
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            body()
-        here.wait_stream(self._stream)
-
-    def record(self, body: Body) -> Body:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may pin memory meanwhile, and NCCL's looks after its work.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            body()
-        return graph.replay

@@ -79,7 +79,7 @@ def check_target_layer_ids(ids: list[int], num_target_layers: int) -> None:
         raise ValueError(f"{name}: has a negative layer; ids are 0-based decoder layers")
     if max(ids) >= num_target_layers:
         raise ValueError(
-            f"{name}: layer {max(ids)} does not exist, num_layers = {num_target_layers}, so ids go from 0 to {num_target_layers - 2}"
+            f"{name}: layer {max(ids)} does not exist, num_layers = {num_target_layers}; ids go from 0 to {num_target_layers - 2}, since the last layer is not captured"
         )
     if list(ids) != sorted(ids):
         raise ValueError(f"{name}: must be ascending (TensorRT-LLM sorts them)")

@@ -234,8 +234,8 @@ class Slots:
         with torch.cuda.stream(self.recording):
             run()
         here.wait_stream(self.recording)
-        # On a stream of this GPU: left out, it is one of all of a process's graphs, on the GPU of the first of them.
-        with torch.cuda.graph(graph, self.pool, self.recording):
+        # On a stream of this GPU: left out, it is one of all of a process's graphs, on the GPU of the first of them. Other threads may pin memory meanwhile.
+        with torch.cuda.graph(graph, self.pool, self.recording, capture_error_mode="thread_local"):
             made = run()
         self.capture_seconds += time.monotonic() - started
         return graph, made
@@ -477,8 +477,8 @@ def slots_that_fit(model: nn.Module, length: int, draft: DrafterSpec | None = No
     per_token = cache_bytes_per_token(model)
     if draft is not None:
         per_token += 4 * draft.num_hidden_layers * draft.num_key_value_heads * draft.head_dim
+    torch.cuda.empty_cache()  # what stays reserved is that of graphs, which nothing else can have
     free, _ = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(0.8 * free / (per_token * length)) - 1
 
 

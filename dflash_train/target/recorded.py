@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dflash_train.kernels.graphs import Body, Graphs
 from dflash_train.types import PackedBatch
 
 
@@ -121,11 +122,9 @@ class Recorder:
 
     def __init__(self, read: Read, tokens: int, device: torch.device):
         self.read, self.tokens = read, tokens
-        self.graphs: dict[Documents, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Documents, Body] = {}  # what replays them
         self.why_not: str | None = None
-        self._pool = torch.cuda.graph_pool_handle()
-        # Left out, it is one of all of a process's graphs, on the GPU of the first of them.
-        self._recording = torch.cuda.Stream(device)
+        self._graphs = Graphs(device)
         # Not filled: the streams that read are others than this one, and do not wait for it.
         self._ids, self._positions = (torch.empty(1, tokens, dtype=torch.long, device=device) for _ in range(2))
         self._starts: dict[int, torch.Tensor] = {}
@@ -147,7 +146,7 @@ class Recorder:
         starts[given:].fill_(self.tokens)
         if documents not in self.graphs and not self._record(documents, starts):
             return None
-        self.graphs[documents].replay()
+        self.graphs[documents]()
         assert self._features is not None
         out = self._features.clone()
         self._done = here.record_event()
@@ -155,17 +154,12 @@ class Recorder:
 
     def _record(self, documents: Documents, starts: torch.Tensor) -> bool:
         arguments = self._ids, self._positions, starts, documents
-        found = self.read(*arguments, None)  # what is compiled and planned at a first call is so now
         if self._features is None:
-            self._features = torch.empty_like(found)
-        del found
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may pin memory meanwhile, and NCCL's looks after its work.
-            with torch.cuda.graph(graph, self._pool, self._recording, capture_error_mode="thread_local"):
-                self.read(*arguments, self._features)
-        except RuntimeError as error:
-            self.why_not = str(error).splitlines()[0]
-            return False
-        self.graphs[documents] = graph
+            self._features = torch.empty_like(self.read(*arguments, None))
+            self.why_not = self._graphs.rehearse(lambda: self.read(*arguments, self._features))
+            if self.why_not is not None:
+                return False
+        else:
+            self.read(*arguments, None)  # what is planned at a first call is so now
+        self.graphs[documents] = self._graphs.record(lambda: self.read(*arguments, self._features))
         return True
