@@ -67,7 +67,7 @@ def stream(rows: int, micro: int):
     spans = [(9 + 4 * (i % 3), slice(2 + i % 3, 8 + 2 * (i % 3))) for i in range(28)]
     made = [toys.document(n, span, name=f"d{i}", seed=i) for i, (n, span) in enumerate(spans)]
     return toys.stream_of(
-        made, row_length=40, num_anchors=14, global_batch_size=rows, micro_batch_size=micro, pack=True
+        made, row_length=40, num_anchors=26, global_batch_size=rows, micro_batch_size=micro, pack=True
     )
 
 
