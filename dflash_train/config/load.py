@@ -268,7 +268,11 @@ def _load_nemo(listed: dict[str, Any], path: Path, overrides: list[str]) -> Reci
     changes = _compose(None, [*(f"+{c}" for c in chosen), *values], "command line")
     _check_keys(changes, Recipe, "command line")
     merged = OmegaConf.merge(OmegaConf.create(found.recipe), OmegaConf.create(OmegaConf.to_container(changes)))
-    recipe = _seal(merged, str(path))
+    try:
+        with _explained(str(path)):
+            recipe = _seal(merged, str(path))
+    except ValueError as error:
+        raise ValueError(found.in_its_words(str(error))) from error
     recipe.given, recipe.notes = found.given | frozenset(_leaves(changes)), found.notes
     return recipe
 

@@ -167,11 +167,21 @@ DIFFERENCES = (
 @dataclass(kw_only=True)
 class NemoRecipe:
     """recipe: sections and knobs of ours, as YAML would give them. given: the knobs (dotted) that the file itself sets, not NeMo's defaults.
-    notes: what became of each field, and what NeMo does otherwise."""
+    notes: what became of each field, and what NeMo does otherwise. fields: knob (dotted) -> the field that it was taken from."""
 
     recipe: dict[str, Any]
     given: frozenset[str]
     notes: list[str]
+    fields: dict[str, str]
+
+    def in_its_words(self, text: str) -> str:
+        """An error about knobs, with the fields of the file that they come from."""
+        named = [
+            f"{knob} is {field}"
+            for knob, field in self.fields.items()
+            if re.search(rf"(^|[\s:]){re.escape(knob)}\b", text)
+        ]
+        return f"{text} (of this file: {', '.join(named)})" if named else text
 
 
 def is_nemo(listed: Any) -> bool:
@@ -250,6 +260,7 @@ class _Translation:
         self.rows: list[tuple[str, str]] = []
         self.done: set[str] = set()
         self.stated: set[str] = set()
+        self.origin: dict[str, str] = {}
 
     def run(self) -> NemoRecipe:
         for key, knob in SAME.items():
@@ -274,7 +285,7 @@ class _Translation:
         notes = [f"{self.where}: a recipe of NeMo AutoModel, taken as"]
         notes += [f"  {left:<{width}}  {right}" for left, right in self.rows]
         notes += ["what differs from NeMo AutoModel:", *(f"  {text}" for text in DIFFERENCES)]
-        return NemoRecipe(recipe=self.recipe, given=frozenset(self.stated), notes=notes)
+        return NemoRecipe(recipe=self.recipe, given=frozenset(self.stated), notes=notes, fields=self.origin)
 
     # --- the three fates
 
@@ -282,6 +293,7 @@ class _Translation:
         """Mapped to knobs."""
         self.done.add(key)
         self.stated |= set(knobs) if key in self.given else set()
+        self.origin |= dict.fromkeys(knobs, key) if key in self.given else {}
         for knob, value in knobs.items():
             node, parts = self.recipe, knob.split(".")
             for part in parts[:-1]:

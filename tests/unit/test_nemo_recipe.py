@@ -270,8 +270,9 @@ MISTAKES = {
     "betas = .*must be two numbers": {"optimizer.betas": [0.9]},
     "micro_batch_size = 0: must be a whole number of at least 1": {"recipe_args.micro_batch_size": 0},
     "optimizer = 5: must be a section": {"optimizer": 5},
-    "drafter.block_size.*expected int": {"recipe_args.block_size": "eight"},
-    "drafter.selector_top_k = 12: must be a power of two": {"recipe_args.selector_top_k": 12},
+    "drafter.block_size.*expected int.*of this file: drafter.block_size is recipe_args.block_size": {"recipe_args.block_size": "eight"},
+    "drafter.block_size = 1: .*drafter.block_size is recipe_args.block_size": {"recipe_args.block_size": 1},
+    "drafter.selector_top_k = 12: must be a power of two.*selector_top_k is recipe_args.selector_top_k": {"recipe_args.selector_top_k": 12},
 }  # fmt: skip
 
 
@@ -313,6 +314,9 @@ def test_overrides_in_nemos_words_and_in_ours(load):
         3,
         WandbMode.offline,
     )
+    with pytest.raises(ValueError, match="drafter.block_size = 1: a block") as error:
+        load(LEAST, "drafter.block_size=1")
+    assert "recipe_args" not in str(error.value)
     with pytest.raises(ValueError, match="did you mean 'seq_length'"):
         load(LEAST, "recipe_args.seq_lenght=128")
     with pytest.raises(ValueError, match="did you mean 'max_steps'"):
