@@ -308,23 +308,22 @@ def measure(step: DraftStep, concurrency: Sequence[int], rows: Sequence[int], co
     draft_ms: dict[int, Points] = {}
     most = spec.block_size * (REPEATS + 4)  # a step takes K tokens of a request at most; a few steps are not counted
 
+    def shape(n: int) -> dict[str, Any]:
+        return {"slots": n, "length": context + most, "max_new": most, **LIVE}
+
     def plain(n: int) -> float:
-        return _quickest(
-            Slots(step.target.model, set(), slots=n, length=context + most, max_new=most, **LIVE), n, context
-        )
+        return _quickest(Slots(step.target.model, set(), **shape(n)), n, context)
 
     plain(concurrency[0])  # not counted: the first thing that a process times is slow
     for n in concurrency:
-        shape = {"slots": n, "length": context + most, "max_new": most}
         target_ms[n], draft_ms[n] = {1: plain(n)}, {}
         for count in sorted(set(rows) - {1}):
-            slots = SpeculativeSlots(step, set(), **shape, block_size=count, **LIVE)
+            slots = SpeculativeSlots(step, set(), **shape(n), block_size=count)
             whole = _quickest(slots, n, context)
             draft_ms[n][count] = min(_drafting(slots, n), 0.95 * whole)
             target_ms[n][count] = whole - draft_ms[n][count]
-        target_ms[n][1] = min(
-            target_ms[n][1], plain(n)
-        )  # before and behind the others: a machine that slows down meanwhile is no speedup
+        # Before and behind the others: a machine that slows down meanwhile is no speedup.
+        target_ms[n][1] = min(target_ms[n][1], plain(n))
     return Costs(
         device=torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -259,8 +259,7 @@ class _Translation:
         self.recipe: dict[str, Any] = {}
         self.rows: list[tuple[str, str]] = []
         self.done: set[str] = set()
-        self.stated: set[str] = set()
-        self.origin: dict[str, str] = {}
+        self.stated: dict[str, str] = {}  # knob -> the field that sets it
 
     def run(self) -> NemoRecipe:
         for key, knob in SAME.items():
@@ -285,15 +284,14 @@ class _Translation:
         notes = [f"{self.where}: a recipe of NeMo AutoModel, taken as"]
         notes += [f"  {left:<{width}}  {right}" for left, right in self.rows]
         notes += ["what differs from NeMo AutoModel:", *(f"  {text}" for text in DIFFERENCES)]
-        return NemoRecipe(recipe=self.recipe, given=frozenset(self.stated), notes=notes, fields=self.origin)
+        return NemoRecipe(recipe=self.recipe, given=frozenset(self.stated), notes=notes, fields=self.stated)
 
     # --- the three fates
 
     def take(self, key: str, knobs: dict[str, Any], why: str = "") -> None:
         """Mapped to knobs."""
         self.done.add(key)
-        self.stated |= set(knobs) if key in self.given else set()
-        self.origin |= dict.fromkeys(knobs, key) if key in self.given else {}
+        self.stated |= dict.fromkeys(knobs, key) if key in self.given else {}
         for knob, value in knobs.items():
             node, parts = self.recipe, knob.split(".")
             for part in parts[:-1]:

@@ -32,6 +32,7 @@ class RecordedDraft:
         graphs: Graphs | None = None,
     ):
         self.drafter, self.hidden, self.graphs = drafter, hidden, graphs
+        self.parameters = [parameter for name, parameter in drafter.named_parameters() if _recorded(name)]
         self.why_not: str | None = None
         self._recorded: Recorded | None = None
 
@@ -43,8 +44,7 @@ class RecordedDraft:
             self._recorded = self._over(batch)
         tensors = [features.features_BTF, *(getattr(batch, name) for name in self.BATCH)]
         tensors += [getattr(batch.blocks, name) for name in self.BLOCKS]
-        parameters = [parameter for name, parameter in self.drafter.named_parameters() if _recorded(name)]
-        hidden_BQH = self._recorded(tensors, parameters)
+        hidden_BQH = self._recorded(tensors, self.parameters)
         if self._recorded.why_not:
             self.why_not, self._recorded = self._recorded.why_not, None
             print(f"note: the drafter is run without CUDA graphs: {self.why_not}", flush=True)
@@ -108,7 +108,8 @@ class Recorded:
         self._inputs = [x.clone() for x in inputs]
         sizes = [-(-leaf.numel() // ALIGNED) * ALIGNED for leaf in self.leaves]
         self._flat = torch.zeros(sum(sizes), device=self.leaves[0].device)
-        self._sizes, self._gradients = sizes, self._parts(self._flat, sizes)
+        self._sizes = sizes
+        self._gradients = self._parts(self._flat)
         self.why_not = self.graphs.rehearse(self._rehearse)
         if self.why_not is None:
             self._forward = self.graphs.record(self._run)
@@ -131,8 +132,9 @@ class Recorded:
     def _differentiate(self) -> None:
         torch._foreach_copy_(self._gradients, torch.autograd.grad(self._out, self.leaves, self._d_out))
 
-    def _parts(self, flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        return [part[: leaf.numel()].view_as(leaf) for part, leaf in zip(flat.split(sizes), self.leaves, strict=True)]
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(flat.split(self._sizes), self.leaves, strict=True)
+        return [part[: leaf.numel()].view_as(leaf) for part, leaf in parts]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
         """(value, number of this call)"""
@@ -148,7 +150,7 @@ class Recorded:
             raise RuntimeError("backward of a recorded pass that another forward has overwritten")
         self._d_out.copy_(d_out)
         self._backward()
-        return self._parts(self._flat.clone(), self._sizes)
+        return self._parts(self._flat.clone())
 
 
 class _Replay(torch.autograd.Function):

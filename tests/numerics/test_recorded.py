@@ -124,7 +124,7 @@ def test_gradients_are_in_memory_of_their_own_and_a_stale_one_is_refused():
     assert recorded([torch.ones(5)], [weight, other]) is None
 
 
-def test_weights_in_16_bits_are_those_of_the_step(recwarn):
+def test_weights_in_16_bits_are_those_of_the_step():
     """Autocast keeps copies of them, those of a rehearsal too."""
     plain, saved, _ = trained(4, 2, None, {}, torch.bfloat16)
     replayed, also, passes = trained(4, 2, Emulated, {}, torch.bfloat16)
