@@ -257,12 +257,7 @@ def step_over(o: Outline, target: HFTarget, device: torch.device) -> DraftStep:
 def drafter_recorded(engine: EngineConfig, spec: DrafterSpec) -> bool:
     """Whether training runs a drafter with compiled layers as CUDA graphs: not where an engine takes its weights apart, and not a large one, whose
     gradients ranks exchange while it computes the rest of them."""
-    return (
-        engine.cuda_graphs
-        and not engine.kind.shards
-        and ranks.world_size() == 1
-        and recorded_weights(spec) < RECORDED_WEIGHTS
-    )
+    return engine.cuda_graphs and not engine.kind.shards and recorded_weights(spec) < RECORDED_WEIGHTS
 
 
 def attention_and_compile(engine: EngineConfig, device: torch.device) -> tuple[bool, bool]:

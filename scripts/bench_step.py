@@ -139,6 +139,12 @@ def static_bytes(run: Run) -> int:
     return size(run.module.target.model) + 4 * size(run.module.drafter)
 
 
+def held_by_graphs(gpu: int) -> int:
+    """Bytes that the pools of CUDA graphs keep between replays, which torch counts as free and nothing else can have."""
+    pools = [s for s in torch.cuda.memory_snapshot() if s["device"] == gpu and s["segment_pool_id"] != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
 def recompilations() -> int:
     return sum(torch._dynamo.utils.counters["recompiles"].values()) if hasattr(torch, "_dynamo") else 0
 
@@ -281,6 +287,7 @@ def measure(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         "above_static_gib": round((peak - static_bytes(run)) / 2**30, 2),
         "build_s": round(built - began, 1),
         "first_step_s": round(first - built, 1),
+        "graphs_gib": round(sum(held_by_graphs(i) for i in gpus) / 2**30, 2),  # of all GPUs, and not in any peak
         "peak_gib_by_gpu": [round(torch.cuda.max_memory_allocated(i) / 2**30, 2) for i in gpus],
         "compile_s": round(compile_seconds() - known[1], 1),
         "graphs": graphs() - known[0],

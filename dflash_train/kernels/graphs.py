@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -49,7 +50,9 @@ class Graphs:
 def waits(body: Body) -> str | None:
     """What of a body's work waits for the device, as torch says it; None where nothing does."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # that it does not find everything
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         body()
     except RuntimeError as error:

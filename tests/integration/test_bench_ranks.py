@@ -52,9 +52,8 @@ def test_runs_are_compared_by_rows_losses_and_weights(script, tmp_path):
     [
         ({}, [True, True, True, True]),
         ({"losses": 2e-4}, [True, True, False, False]),
-        ({"losses": 3e-2}, [False, True, False, False]),
-        ({"first_loss": 2e-6}, [True, True, False, False]),
-        ({"first_loss": 6e-6}, [False, True, False, False]),
+        ({"losses": 2e-2}, [False, True, False, False]),
+        ({"first_loss": 2e-6}, [False, True, False, False]),
         ({"same_rows": False}, [False, False, False, False]),
     ],
 )
@@ -74,7 +73,21 @@ def test_ranks_are_held_to_bounds_and_other_micro_batches_to_the_same_rows(scrip
         )
     )
     assert [result["ok"] for result in kept] == told
-    assert [result["tolerance"] for result in kept] == [2e-2, None, 1e-4, 1e-4]
+    assert [result["tolerance"] for result in kept] == [1e-2, None, 1e-4, 1e-4]
+
+
+@pytest.mark.parametrize(("ranks", "gpu"), [(1, 3), (2, None)])
+def test_one_process_trains_on_the_gpu_it_is_given(script, tmp_path, ranks, gpu):
+    run(tmp_path / "trained")
+    given, ends = [], iter([None, 0])
+    script.train(
+        SimpleNamespace(
+            ranks=ranks, gpus=[3, 4], out=tmp_path, overrides=["train.max_steps=2"], shapes={"rows": []}, results=tmp_path / "none",
+            deadline=float("inf"), keep=lambda **result: None, wait=lambda job: [1.0],
+            train=lambda *words, **more: given.append(more) or SimpleNamespace(process=SimpleNamespace(poll=lambda: next(ends))),
+        )
+    )  # fmt: skip
+    assert given == [{"ranks": ranks, "gpu": gpu}]
 
 
 def test_a_shortened_run_is_what_a_stop_would_have_left(script, tmp_path):
@@ -93,6 +106,14 @@ def test_what_shows_of_an_exchange(monkeypatch):
     # Two exchanges overlap each other and the work: from 500 to 2500 one of them runs, from 1000 to 1500 and from 2000 on nothing else does.
     kernels = [(0, 1000, work), (500, 1800, nccl), (1500, 2000, work), (1700, 2500, nccl)]
     assert exchange(kernels) == pytest.approx((2.0, 1.0))
+
+
+def test_what_graphs_keep_is_counted_apart(monkeypatch):
+    part = lambda device, pool, total, used: {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": used}  # fmt: skip
+    parts = [part(0, (0, 0), 100, 10), part(0, (1, 0), 50, 20), part(0, (0, 7), 8, 0), part(1, (1, 0), 1000, 0)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: parts)
+    held = toys.script("bench_step", "scripts").held_by_graphs
+    assert (held(0), held(1)) == (38, 1000)
 
 
 def test_tables_hold_what_was_measured(script):
