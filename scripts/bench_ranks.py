@@ -62,8 +62,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 SHARED = "rows a step"  # of a shape whose rows the ranks share
 STEPS, EVERY = 12, 4  # of the runs that are compared: their steps, and the steps between checkpoints
 # Relative, of the first step's loss and of any step's. One process takes a step's rows in the micro-batches that the ranks take them in, so that in either format
-# only sums over them are made in another order, in fp32 and more; but AdamW makes whole steps even of gradients that are nothing but rounding.
-EXACT, ROUNDED = (1e-6, 1e-4), (1e-6, 1e-2)
+# only sums over them are made in another order, in fp32 and more; but what a second GPU's process
+# compiled for itself need not round alike, and AdamW makes whole steps even of gradients that are nothing but rounding.
+EXACT, ROUNDED = (1e-6, 1e-4), (5e-6, 2e-2)
+# Else the compiler of each process, and for each GPU, chooses the tiles of its reductions and the padding of its products by timing them, and rounds as it chose.
+# torch's deterministic mode (TORCHINDUCTOR_DETERMINISTIC) forbids that too, but is over after the first graph.
+NOTHING_TIMED = {
+    "TORCHINDUCTOR_FORCE_FILTER_REDUCTION_CONFIGS": "1", "TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK": "0", "TORCHINDUCTOR_SHAPE_PADDING": "0",
+}  # fmt: skip
 FP32 = (
     "engine.precision=float32", "target.precision=float32", "engine.attention=dense", "engine.compile=false", "train.num_anchors=128",
 )  # fmt: skip
@@ -317,9 +323,8 @@ def parity(bench: Bench) -> None:
         "track.progress=false", "engine.timeout_minutes=5",
     ]  # fmt: skip
     bf16, resumed = [*few, "engine.precision=bfloat16"], "train.resume=true"
-    # Else the compiler of each process, and on each GPU, chooses the tiles of its reductions by timing them, and rounds as it chose (torch's deterministic
-    # mode, TORCHINDUCTOR_DETERMINISTIC, is over after the first graph); and on a CPU a process that is alone, and so has all threads, cuts its sums otherwise.
-    bench.env = {"TORCHINDUCTOR_FORCE_FILTER_REDUCTION_CONFIGS": "1", "OMP_NUM_THREADS": "1"}
+    # On a CPU a process that is alone, and so has all threads, cuts its sums otherwise.
+    bench.env = NOTHING_TIMED | {"OMP_NUM_THREADS": "1"}
 
     def told(format: str, a: str, b: str, what: str, bounds: tuple[float, float] | None) -> None:
         compared = compare(bench.out / f"{format}.{a}", bench.out / f"{format}.{b}")
@@ -327,7 +332,7 @@ def parity(bench: Bench) -> None:
         ok = compared["same_rows"] and compared["first_loss"] <= first and compared["losses"] <= most
         bench.keep(what=what, format=format, steps=STEPS, **compared, tolerance=bounds and most, ok=ok)
 
-    # Compiled before it counts, by one process: what two compile rounds otherwise here and there.
+    # Compiled before it counts, by one process; another GPU's compiles for itself, since code names its GPU.
     bench.wait(bench.train("bf16.compiled", *bf16, "train.max_steps=1", gpu=one))
     # A single process beside ranks is slow, which does not matter here; two jobs of ranks would wait for each other's kernels.
     bench.wait(

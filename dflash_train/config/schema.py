@@ -375,7 +375,7 @@ class EngineConfig:
     cuda_graphs: bool = knob(
         True,
         """With compiled layers on CUDA: the target's pass over rows as training has them is recorded as CUDA graphs, and so is that of a
-        drafter of less than 100 M parameters without its codebooks. What waits for the device cannot be recorded: it is run without, and a note says why.""",
+        drafter of less than 100 M parameters without its codebooks where each rank holds it whole (single, ddp). What waits for the device cannot be recorded: it is run without, and a note says why.""",
     )
     read_ahead: bool = knob(
         True,

@@ -52,8 +52,9 @@ def test_runs_are_compared_by_rows_losses_and_weights(script, tmp_path):
     [
         ({}, [True, True, True, True]),
         ({"losses": 2e-4}, [True, True, False, False]),
-        ({"losses": 2e-2}, [False, True, False, False]),
-        ({"first_loss": 2e-6}, [False, True, False, False]),
+        ({"losses": 3e-2}, [False, True, False, False]),
+        ({"first_loss": 2e-6}, [True, True, False, False]),
+        ({"first_loss": 6e-6}, [False, True, False, False]),
         ({"same_rows": False}, [False, False, False, False]),
     ],
 )
@@ -73,7 +74,7 @@ def test_ranks_are_held_to_bounds_and_other_micro_batches_to_the_same_rows(scrip
         )
     )
     assert [result["ok"] for result in kept] == told
-    assert [result["tolerance"] for result in kept] == [1e-2, None, 1e-4, 1e-4]
+    assert [result["tolerance"] for result in kept] == [2e-2, None, 1e-4, 1e-4]
 
 
 @pytest.mark.parametrize(("ranks", "gpu"), [(1, 3), (2, None)])
