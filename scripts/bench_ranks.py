@@ -477,6 +477,8 @@ def train(bench: Bench) -> None:
             first = first or last
         time.sleep(0.1)
     (seconds,) = bench.wait(job)
+    if last is None:
+        raise RuntimeError(f"no step was logged while it ran: {tail(job.log)}")
     rows = read_lines(run / "metrics.jsonl")
     pauses = sum(row.get("perf/eval_seconds", 0.0) for row in rows if row["step"] < last[1])
     per_step = (last[0] - first[0] - pauses) / max(1, last[1] - first[1])

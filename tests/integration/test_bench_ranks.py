@@ -91,6 +91,17 @@ def test_one_process_trains_on_the_gpu_it_is_given(script, tmp_path, ranks, gpu)
     assert given == [{"ranks": ranks, "gpu": gpu}]
 
 
+def test_a_training_that_logs_nothing_is_told(script, tmp_path):
+    (tmp_path / "log").write_text("nothing to train on")
+    job = SimpleNamespace(process=SimpleNamespace(poll=lambda: 0), log=tmp_path / "log")
+    bench = SimpleNamespace(
+        ranks=1, gpus=[0], out=tmp_path, overrides=["train.max_steps=2"], shapes={"rows": []}, results=tmp_path / "none",
+        train=lambda *words, **more: job, wait=lambda job: [1.0],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="no step was logged while it ran: nothing to train on"):
+        script.train(bench)
+
+
 def test_a_shortened_run_is_what_a_stop_would_have_left(script, tmp_path):
     whole = run(tmp_path / "whole")
     (whole / "checkpoints" / "step-00000001").mkdir()
