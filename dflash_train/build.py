@@ -31,7 +31,7 @@ from dflash_train.drafter.layers import compiled
 from dflash_train.drafter.mask import dense_mask, flex_mask, span_mask
 from dflash_train.drafter.model import Drafter, initialise
 from dflash_train.drafter.recorded import RECORDED_WEIGHTS, recorded_weights
-from dflash_train.drafter.spec import DrafterSpec, resolve_spec, tensor_shapes
+from dflash_train.drafter.spec import DrafterSpec, num_parameters, resolve_spec
 from dflash_train.folder import hash_weights, load_drafter_folder, public_name, read_record, tensor_faults
 from dflash_train.kernels.attention import why_not
 from dflash_train.kernels.head import transform_logits
@@ -288,11 +288,10 @@ def mask_maker(engine: EngineConfig, device: torch.device, dtype: torch.dtype, s
 def describe(o: Outline) -> str:
     """The drafter and its objective, for the start of a log."""
     s = o.spec
-    size = sum(int(np.prod(shape)) for shape in tensor_shapes(s).values())
     chosen = "" if o.recipe.drafter.target_layer_ids else " (default)"
     gamma = "" if o.recipe.objective.loss_decay_gamma else f" (default for block size {s.block_size})"
     return (
-        f"drafter: {size / 1e6:.1f} M parameters, {s.num_hidden_layers} layers, block size {s.block_size}, mask token {s.mask_token_id}, "
+        f"drafter: {num_parameters(s) / 1e6:.1f} M parameters, {s.num_hidden_layers} layers, block size {s.block_size}, mask token {s.mask_token_id}, "
         f"window {s.sliding_window or 'none'}\ntarget_layer_ids: {list(s.target_layer_ids)}{chosen} of {s.num_target_layers} layers, outputs captured\n"
         f"objective: gamma {o.gamma:g}{gamma}, selector weight {o.recipe.objective.selector_loss_weight:g}"
     )

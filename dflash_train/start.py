@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -52,7 +51,7 @@ from dflash_train.config.schema import Recipe
 from dflash_train.config.values import nearest
 from dflash_train.data.certificate import CERTIFICATE, read_certificate, write_certificate
 from dflash_train.data.stream import RowStream
-from dflash_train.drafter.spec import tensor_shapes
+from dflash_train.drafter.spec import num_parameters
 from dflash_train.engine.base import Engine
 from dflash_train.engine.build import build_engine
 from dflash_train.export import check_output, find_licences, record_licences
@@ -166,9 +165,8 @@ def start(recipe: Recipe, held: contextlib.ExitStack) -> Run:
             say(f"train.may_change: {line}")
         state = replace(found, settings=settings)
     if ranks.is_rank0():
-        parameters = sum(math.prod(shape) for shape in tensor_shapes(o.spec).values())
         keep, best = recipe.train.keep_checkpoints, bool(recipe.data.heldout)
-        if warning := check_room(store, parameters, keep, best=best):
+        if warning := check_room(store, num_parameters(o.spec), keep, best=best):
             say(f"WARNING: {warning}")
 
     module = build_step(o, device)

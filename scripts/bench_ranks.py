@@ -62,8 +62,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 SHARED = "rows a step"  # of a shape whose rows the ranks share
 STEPS, EVERY = 12, 4  # of the runs that are compared: their steps, and the steps between checkpoints
 # Relative, of the first step's loss and of any step's. One process takes a step's rows in the micro-batches that the ranks take them in, so that in either format
-# only sums over them are made in another order, in fp32 and more; but what a second GPU's process
-# compiled for itself need not round alike, and AdamW makes whole steps even of gradients that are nothing but rounding.
+# only sums over them are made in another order, in fp32 and more; but what a second GPU's process compiled for itself need not round alike, and AdamW makes whole
+# steps even of gradients that are nothing but rounding.
 EXACT, ROUNDED = (1e-6, 1e-4), (5e-6, 2e-2)
 # Else the compiler of each process, and for each GPU, chooses the tiles of its reductions and the padding of its products by timing them, and rounds as it chose.
 # torch's deterministic mode (TORCHINDUCTOR_DETERMINISTIC) forbids that too, but is over after the first graph.

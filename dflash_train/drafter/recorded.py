@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import prod
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
 from dflash_train.drafter.model import Drafter
-from dflash_train.drafter.spec import DrafterSpec, tensor_shapes
+from dflash_train.drafter.spec import DrafterSpec, num_parameters
 from dflash_train.kernels.graphs import Graphs
-from dflash_train.types import PackedBatch, TargetFeatures
+from dflash_train.types import DraftBlocks, PackedBatch, TargetFeatures
 
 RECORDED_WEIGHTS = 100e6  # of drafters from there on an H200 takes longer than the host, and what graphs keep of a pass between steps is large
 ALIGNED = 64  # elements: where the gradient of each parameter begins, so that kernels read it in wide words
@@ -41,7 +41,7 @@ class RecordedDraft:
         if self.why_not:
             return None
         if self._recorded is None:
-            self._recorded = self._over(batch)
+            self._recorded = self._over_weights()
         tensors = [features.features_BTF, *(getattr(batch, name) for name in self.BATCH)]
         tensors += [getattr(batch.blocks, name) for name in self.BLOCKS]
         hidden_BQH = self._recorded(tensors, self.parameters)
@@ -50,30 +50,30 @@ class RecordedDraft:
             print(f"note: the drafter is run without CUDA graphs: {self.why_not}", flush=True)
         return hidden_BQH
 
-    def _over(self, first: PackedBatch) -> Recorded:
-        """Over parameters that share the drafter's memory. Whatever else a batch holds is not read."""
+    def _over_weights(self) -> Recorded:
+        """Over parameters that share the drafter's memory. Whatever else a batch holds is not there: a recording would keep reading the first one's."""
         with torch.device("meta"):
             twin = Drafter(self.drafter.spec)
         twin.load_state_dict(self.drafter.state_dict(), assign=True)
-        hidden, names, names_of_blocks = (
-            self.hidden,
-            self.BATCH,
-            self.BLOCKS,
-        )  # and not self: graphs are to go when this does
+        hidden = self.hidden  # and not self: graphs are to go when this does
 
         def run(features_BTF: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-            of_batch, of_blocks = tensors[: len(names)], tensors[len(names) :]
-            blocks = replace(first.blocks, **dict(zip(names_of_blocks, of_blocks, strict=True)))
-            batch = replace(first, blocks=blocks, **dict(zip(names, of_batch, strict=True)))
+            given = dict(zip((*RecordedDraft.BATCH, *RecordedDraft.BLOCKS), tensors, strict=True))
+            batch = _only(PackedBatch, given | {"blocks": _only(DraftBlocks, given)})
             return hidden(twin, batch, TargetFeatures(features_BTF))
 
         leaves = [parameter for name, parameter in twin.named_parameters() if _recorded(name)]
         return Recorded(run, leaves, self.graphs or Graphs(leaves[0].device))
 
 
+def _only(kind: type, given: dict[str, Any]) -> Any:
+    """A dataclass that has of its fields those that are given, and None for the others."""
+    return kind(**{field.name: given.get(field.name) for field in fields(kind)})
+
+
 def recorded_weights(spec: DrafterSpec) -> int:
     """How many of a drafter's parameters its hidden states depend on."""
-    return sum(prod(shape) for name, shape in tensor_shapes(spec).items() if _recorded(name))
+    return num_parameters(spec, _recorded)
 
 
 def _recorded(name: str) -> bool:

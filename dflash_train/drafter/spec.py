@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -267,6 +269,11 @@ def _as(kind: Any, value: Any, name: str) -> Any:
     if kind in (bool, str) and isinstance(value, kind):
         return value
     raise ValueError(f"config.json: {name} = {value!r}: must be {getattr(kind, '__name__', kind)}")
+
+
+def num_parameters(spec: DrafterSpec, counts: Callable[[str], bool] = lambda name: True) -> int:
+    """Of a drafter's tensors, those whose name `counts` takes."""
+    return sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if counts(name))
 
 
 def tensor_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:

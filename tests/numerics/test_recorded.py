@@ -146,6 +146,16 @@ def test_what_is_recorded_goes_when_training_is_over():
         gc.enable()
 
 
+@pytest.mark.parametrize("read", [lambda batch: batch.token_ids_BT, lambda batch: batch.blocks.weights_BNS])
+def test_what_is_not_copied_for_every_batch_cannot_be_read(read):
+    """It would be the first batch's for ever."""
+    step = toys.toy_step()
+    recorded = RecordedDraft(step.drafter, lambda drafter, batch, features: read(batch).float(), Emulated())
+    batch = next(stream(4, 2).micro_batches(0, 0, 1))
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'float'"):
+        recorded(batch, step.target.read(batch))
+
+
 def test_evaluation_and_what_needs_no_gradient_are_not_recorded():
     step = toys.toy_step()
     step.recorded = lambda batch, features: pytest.fail("recorded")
